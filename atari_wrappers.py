@@ -1,0 +1,197 @@
+"""DeepMind's preprocessing of Atari (Mnih et al., 2015), as one vector environment.
+
+    no-op start of up to 30 frames, FIRE on reset, skip 4 with max over the last two
+    frames, 84x84 grey by area interpolation, stack 4: [4, 84, 84] uint8, oldest first;
+    a lost life ends a training episode; rewards are not clipped (learn() does that).
+
+Twice: make_vector() is ale-py's, in C++, and what training uses; make_single() is the
+same from parts of Gymnasium and OpenCV in Python, to edit and to render. They agree
+pixel by pixel (tests/test_atari_wrappers.py). Machado et al. (2018), arXiv 1709.06009:
+--sticky_actions 0.25 --full_action_space --no-terminal_on_life_loss.
+"""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+
+try:
+    import ale_py
+except ImportError:  # Every other environment works without it.
+    ale_py = None
+else:
+    gymnasium.register_envs(ale_py)
+
+FRAME_SKIP = 4
+FRAME_STACK = 4
+NOOP_MAX = 30  # Frames before the agent's first, FIRE included.
+MAX_FRAMES = 108_000  # Half an hour of play: the episode is truncated.
+
+
+def is_atari(env_id: str) -> bool:
+    """Whether env_id is an Atari game on pixels. Raises ValueError for one of
+    Gymnasium's Atari ids when ale-py is not installed."""
+    spec = gymnasium.registry.get(env_id)
+    if spec is None:
+        if ale_py is None and (env_id.startswith("ALE/") or "NoFrameskip" in env_id):
+            raise ValueError(
+                f"environment {env_id!r} needs ale-py: pip install ale-py "
+                "opencv-python-headless"
+            )
+        return False
+    return spec.entry_point == "ale_py.env:AtariEnv" and (
+        spec.kwargs.get("obs_type", "rgb") == "rgb"
+    )
+
+
+def make_vector(
+    env_id: str,
+    num_envs: int,
+    *,
+    sticky_actions: float | None = None,  # None: as env_id is registered.
+    full_action_space: bool = False,
+    terminal_on_life_loss: bool = True,
+    noop_max: int = NOOP_MAX,
+    num_threads: int = 1,
+) -> VectorEnv:
+    """num_envs games stepped by ale-py in C++, on num_threads threads of its own."""
+    kwargs = gymnasium.spec(env_id).kwargs
+    env = ale_py.AtariVectorEnv(
+        kwargs["game"],
+        num_envs,
+        num_threads=num_threads,
+        repeat_action_probability=_sticky(kwargs, sticky_actions),
+        full_action_space=full_action_space,
+        max_num_frames_per_episode=MAX_FRAMES,
+        frameskip=FRAME_SKIP,
+        stack_num=FRAME_STACK,
+        noop_max=noop_max,
+        reward_clipping=False,
+    )
+    meanings = [ale_py.Action(a).name for a in env.ale.get_action_set()]
+    return AtariEpisodes(env, meanings, terminal_on_life_loss)
+
+
+def make_single(
+    env_id: str,
+    *,
+    sticky_actions: float | None = None,
+    full_action_space: bool = False,
+    terminal_on_life_loss: bool = True,
+    noop_max: int = NOOP_MAX,
+    render_mode: str | None = None,
+) -> VectorEnv:
+    """One game, of Python wrappers, as a vector of one."""
+    kwargs = gymnasium.spec(env_id).kwargs
+    env = gymnasium.make(
+        env_id,
+        frameskip=1,
+        repeat_action_probability=_sticky(kwargs, sticky_actions),
+        full_action_space=full_action_space,
+        max_num_frames_per_episode=None,  # TimeLimit below: no-ops don't count.
+        render_mode=render_mode,
+        disable_env_checker=True,
+    )
+    meanings = env.unwrapped.get_action_meanings()
+    env = StartOfGame(env, noop_max)
+    env = gymnasium.wrappers.AtariPreprocessing(
+        env, noop_max=0, frame_skip=FRAME_SKIP, screen_size=84
+    )
+    env = FrameStack(env, FRAME_STACK)
+    env = gymnasium.wrappers.TimeLimit(env, MAX_FRAMES // FRAME_SKIP)
+    return AtariEpisodes(SyncVectorEnv([lambda: env]), meanings, terminal_on_life_loss)
+
+
+def _sticky(kwargs, sticky_actions):
+    if sticky_actions is None:
+        return kwargs["repeat_action_probability"]
+    return sticky_actions
+
+
+class StartOfGame(gymnasium.Wrapper):
+    """FIRE, then a random number of no-ops. Steps single frames."""
+
+    def __init__(self, env, noop_max):
+        super().__init__(env)
+        self.noop_max = noop_max
+        meanings = env.unwrapped.get_action_meanings()
+        self.fire = meanings.index("FIRE") if "FIRE" in meanings else None
+
+    def reset(self, *, seed=None, options=None):
+        """options["noops"]: how many frames, FIRE included, instead of a random one."""
+        options = dict(options or {})
+        noops = options.pop("noops", None)
+        observation, info = self.env.reset(seed=seed, options=options)
+        if noops is None:
+            noops = self.unwrapped.np_random.integers(max(self.noop_max, 1))
+        if self.fire is not None:
+            observation, *_, info = self.env.step(self.fire)
+            noops -= 1
+        for _ in range(noops):
+            observation, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                observation, info = self.env.reset()
+        return observation, info
+
+
+class FrameStack(gymnasium.Wrapper):
+    """The last k frames as one array [k, H, W], oldest first, zeros before the first.
+
+    Every step returns a new array, made by one copy of k frames.
+    """
+
+    def __init__(self, env, k):
+        super().__init__(env)
+        frame = env.observation_space
+        self.observation_space = spaces.Box(0, 255, (k, *frame.shape), frame.dtype)
+
+    def _push(self, stack, frame):
+        new = np.empty_like(stack)
+        new[:-1] = stack[1:]
+        new[-1] = frame
+        self.stack = new
+        return new
+
+    def reset(self, *, seed=None, options=None):
+        frame, info = self.env.reset(seed=seed, options=options)
+        space = self.observation_space
+        return self._push(np.zeros(space.shape, space.dtype), frame), info
+
+    def step(self, action):
+        frame, reward, terminated, truncated, info = self.env.step(action)
+        return self._push(self.stack, frame), reward, terminated, truncated, info
+
+
+class AtariEpisodes(VectorWrapper):
+    """A lost life terminates the training episode; info["episode_end"] [E] bool tells
+    where the game ended.
+
+    The step after a lost life ignores its action, as an autoreset does, and presses
+    FIRE (where the game has it): some games wait for it before each life.
+    """
+
+    frames_per_step = FRAME_SKIP
+
+    def __init__(self, env, action_meanings, terminal_on_life_loss):
+        super().__init__(env)
+        self.after_loss = (
+            action_meanings.index("FIRE") if "FIRE" in action_meanings else 0
+        )
+        self.terminal_on_life_loss = terminal_on_life_loss
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = self.env.reset(seed=seed, options=options)
+        self.lives = info["lives"].copy()
+        self.lost = np.zeros(self.num_envs, bool)
+        return observation, info
+
+    def step(self, actions):
+        actions = np.where(self.lost, self.after_loss, actions)
+        observation, reward, terminated, truncated, info = self.env.step(actions)
+        info["episode_end"] = terminated | truncated
+        if self.terminal_on_life_loss:
+            lives = info["lives"]
+            self.lost = (lives < self.lives) & ~info["episode_end"]
+            terminated = terminated | self.lost
+            self.lives = lives.copy()
+        return observation, reward, terminated, truncated, info

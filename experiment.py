@@ -1,0 +1,633 @@
+"""What every run has, whichever script it is: shared flags, the run's directory, its
+logs, checkpoint and resume, the progress display.
+
+    <savedir>/<xpid>/
+        meta.json      flags, command, git commit, host, CPU, GPU, versions
+        logs.csv       one line per --log_interval_steps; columns: see COLUMNS
+        events.out.*   the same for TensorBoard
+        out.log        what was printed
+        model.tar      the last checkpoint
+        test.json      what --mode test found
+    <savedir>/latest   the newest run
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import logging
+import math
+import os
+import pathlib
+import platform
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+import vtrace
+
+log = logging.getLogger("torchbeast")
+
+COLUMNS = {
+    "step": "agent steps learned from (T * B an update)",
+    "frames": "frames of the game: step times the environment's frame skip",
+    "seconds": "of training so far, earlier sessions of the run included",
+    "sps": "steps per second since the line before",
+    "updates": "gradient steps so far",
+    "episodes": "reported episodes that ended since the line before",
+    "episode_return": "their mean return, unclipped; empty if there was none",
+    "episode_step": "their mean length in agent steps",
+    "training_episode_return": "mean return of the training episodes that ended: on "
+    "Atari one life",
+    "total_loss": "pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_"
+    "loss; like all losses the mean over the updates since the line before",
+    "pg_loss": "policy gradient loss",
+    "baseline_loss": "value loss, without its cost",
+    "entropy_loss": "minus the policy's entropy, without its cost",
+    "policy_lag": "updates between the weights a rollout began with and those it is "
+    "learned by, mean",
+    "learning_rate": "at the line's last update",
+    "grad_norm": "before clipping, mean",
+    "rss_mb": "resident memory of the learner process, MiB",
+}
+
+
+# Flags.
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad input is one line on stderr and exit code 2."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def number(kind, low=None, high=None, above=None):
+    """An argparse type: int or float within bounds."""
+    bounds = [
+        f"{sign} {bound}"
+        for sign, bound in ((">=", low), (">", above), ("<=", high))
+        if bound is not None
+    ]
+
+    def parse(text):
+        try:
+            x = kind(text)
+        except ValueError:
+            name = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+        if not (
+            math.isfinite(x)
+            and (low is None or x >= low)
+            and (high is None or x <= high)
+            and (above is None or x > above)
+        ):
+            raise argparse.ArgumentTypeError(f"{text}, expected {' and '.join(bounds)}")
+        return x
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags both scripts have, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+
+    g = p.add_argument_group("run")
+    g.add_argument("--mode", default="train", choices=("train", "test", "test_render"))
+    g.add_argument("--xpid", metavar="NAME", help="name of the run: the same name "
+                   "again resumes it (default: from the time; for tests, the newest)")
+    g.add_argument("--savedir", metavar="DIR", default="~/logs/torchbeast",
+                   help="where runs are kept (default: %(default)s)")
+    g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
+                   help="of weights, actions and environments (default: from the system)")
+    g.add_argument("--disable_checkpoint", action="store_true",
+                   help="neither read nor write model.tar")
+    g.add_argument("--checkpoint_interval_seconds", type=number(float, above=0),
+                   default=600, metavar="S", help="(default: %(default)s)")
+    g.add_argument("--log_interval_steps", type=number(int, 1), default=1000,
+                   metavar="N", help="of logs.csv (default: %(default)s)")
+
+    g = p.add_argument_group("environment")
+    g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
+                   help="Gymnasium's name of it (default: %(default)s)")
+    g.add_argument("--sticky_actions", type=number(float, 0, 1), metavar="P",
+                   help="Atari: probability that the last action is repeated "
+                   "(default: as the environment is registered)")
+    g.add_argument("--full_action_space", action="store_true",
+                   help="Atari: all 18 actions in every game")
+    g.add_argument("--terminal_on_life_loss", default=True,
+                   action=argparse.BooleanOptionalAction,
+                   help="Atari: a lost life ends a training episode (default: yes)")
+
+    g = p.add_argument_group("training")
+    g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
+                   metavar="N", help="agent steps to train for (default: %(default)s)")
+    g.add_argument("--batch_size", type=number(int, 1), default=8, metavar="B",
+                   help="rollouts in a learner batch (default: %(default)s)")
+    g.add_argument("--unroll_length", type=number(int, 1), default=20, metavar="T",
+                   help="steps in a rollout (default: %(default)s)")
+    g.add_argument("--num_learner_threads", "--num_threads", type=number(int, 1),
+                   default=1, metavar="N",
+                   help="one assembles a batch while another updates "
+                   "(default: %(default)s)")
+    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+
+    g = p.add_argument_group("loss")
+    g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",
+                   help="(default: %(default)s)")
+    g.add_argument("--baseline_cost", type=number(float, 0), default=0.5, metavar="X",
+                   help="(default: %(default)s)")
+    g.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
+                   metavar="GAMMA", help="(default: %(default)s)")
+    g.add_argument("--reward_clipping", default="abs_one", choices=("abs_one", "none"),
+                   help="of what is learned from, never of what is reported "
+                   "(default: %(default)s)")
+    g.add_argument("--loss_reduction", default="sum", choices=vtrace.REDUCTIONS,
+                   help="over T and B (default: %(default)s)")
+
+    g = p.add_argument_group("optimizer (RMSProp)")
+    g.add_argument("--learning_rate", type=number(float, above=0), default=1e-3,
+                   metavar="X", help="falls linearly to 0 at --total_steps "
+                   "(default: %(default)s)")
+    g.add_argument("--alpha", type=number(float, 0, 1), default=0.99, metavar="X",
+                   help="smoothing (default: %(default)s)")
+    g.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
+                   help="(default: %(default)s)")
+    g.add_argument("--epsilon", type=number(float, above=0), default=0.01, metavar="X",
+                   help="(default: %(default)s)")
+    g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
+                   metavar="X", help="largest gradient norm (default: %(default)s)")
+
+    g = p.add_argument_group("test")
+    g.add_argument("--num_test_episodes", type=number(int, 1), default=10, metavar="N",
+                   help="whole games to play (default: %(default)s)")
+    g.add_argument("--sample_actions", action="store_true",
+                   help="sample from the policy (default: its most probable action)")
+    g.add_argument("--video", metavar="FILE.mp4", help="record the first episode")
+    return p
+
+
+# The run.
+
+
+class Stop(Exception):
+    """Ends the run early, with a message for the user and an exit code."""
+
+    def __init__(self, message, exit_code=1, save=True):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.save = save  # Whether the state is worth a checkpoint.
+
+
+class Run:
+    """One run: its directory, logs, checkpoint, counters and display.
+
+    All methods but `stop` belong to one thread at a time (the learner's lock holder).
+    """
+
+    def __init__(self, flags, frames_per_step=1):
+        self.flags = flags
+        self.step = 0
+        self.updates = 0
+        self.episodes = 0
+        self.seconds = 0.0  # Of the sessions before this one.
+        self.returns = deque(maxlen=100)
+        self.frames_per_step = frames_per_step
+        self.path = run_path(flags)
+        self.checkpoint_path = self.path / "model.tar"
+
+    def open(self):
+        """Creates the directory and the log files. ValueError if it cannot."""
+        savedir = self.path.parent
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "out.log").open("a").close()
+        except OSError as e:
+            raise ValueError(f"--savedir {savedir}: {e.strerror}: {e.filename}") from e
+        link = savedir / f".latest-{os.getpid()}"
+        try:
+            link.symlink_to(self.path.name)
+            os.replace(link, savedir / "latest")
+        except OSError as e:  # No symlinks here, or `latest` is the user's own.
+            link.unlink(missing_ok=True)
+            log.warning("no link %s: %s", savedir / "latest", e.strerror)
+        setup_logging(self.path / "out.log")
+        self.display = Display(self)
+
+    def start(self):
+        """Writes meta.json, opens the logs for appending, starts the clock."""
+        from torch.utils.tensorboard import SummaryWriter  # Slow to import.
+
+        write_atomically(
+            self.path / "meta.json",
+            json.dumps(meta(self.flags), indent=4).encode() + b"\n",
+        )
+        path = self.path / "logs.csv"
+        new = not path.exists() or path.stat().st_size == 0
+        self._csv = open(path, "a", newline="", buffering=1)
+        self._writer = csv.DictWriter(self._csv, COLUMNS)
+        if new:
+            self._writer.writeheader()
+        self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
+        self._tensorboard_at = 0.0
+        self._sums = {}
+        self._row_at = self._started = self._saved_at = time.monotonic()
+        self._row_step = self.step
+        self.display.start()
+
+    @property
+    def elapsed(self):
+        """Seconds of training, earlier sessions of the run included."""
+        return self.seconds + time.monotonic() - self._started
+
+    def update(self, num_steps, losses, episodes, policy_lag, learning_rate):
+        """Counts one update and logs it.
+
+        losses: dict of floats, those of COLUMNS. episodes: dict of lists,
+        `episode_return`, `episode_step` and `training_episode_return`.
+        Raises Stop if a loss or the gradient is not finite.
+        """
+        self.step += num_steps
+        self.updates += 1
+        for name, x in losses.items():
+            if not math.isfinite(x):
+                raise Stop(
+                    f"{name} is {x} at step {self.step} (update {self.updates}); "
+                    f"{self.last_checkpoint()}",
+                    save=False,
+                )
+            self._add(name, x)
+        self._add("policy_lag", policy_lag)
+        for name, xs in episodes.items():
+            for x in xs:
+                self._add(name, x)
+        self.returns.extend(episodes["episode_return"])
+        self.episodes += len(episodes["episode_return"])
+        self.learning_rate = learning_rate
+        self.loss = losses["total_loss"]
+        interval = self.flags.log_interval_steps
+        if self.step // interval > self._row_step // interval:
+            self._write_row()
+        self.display.update()
+
+    def _add(self, name, x):
+        total, count = self._sums.get(name, (0.0, 0))
+        self._sums[name] = (total + x, count + 1)
+
+    def _write_row(self):
+        now = time.monotonic()
+        row = {name: total / count for name, (total, count) in self._sums.items()}
+        row.update(
+            step=self.step,
+            frames=self.step * self.frames_per_step,
+            seconds=round(self.elapsed, 2),
+            sps=round((self.step - self._row_step) / max(now - self._row_at, 1e-9), 1),
+            updates=self.updates,
+            episodes=self._sums.get("episode_return", (0, 0))[1],
+            learning_rate=self.learning_rate,
+            rss_mb=round(rss_mb(), 1),
+        )
+        self._sums, self._row_at, self._row_step = {}, now, self.step
+        self._writer.writerow(row)
+        for name, x in row.items():
+            if name != "step":
+                self._tensorboard.add_scalar(name, x, self.step)
+        if now - self._tensorboard_at > 30:
+            self._tensorboard.flush()
+            self._tensorboard_at = now
+
+    def save(self, **state):
+        """Writes model.tar: state, the counters, the flags, the RNGs. Atomic."""
+        if self.flags.disable_checkpoint:
+            return
+        checkpoint = dict(
+            state,
+            flags=vars(self.flags),
+            step=self.step,
+            updates=self.updates,
+            episodes=self.episodes,
+            seconds=self.elapsed,
+            returns=list(self.returns),
+            rng=get_rng_state(),
+        )
+        save_checkpoint(self.checkpoint_path, checkpoint)
+        self._saved_at = time.monotonic()
+
+    def save_is_due(self):
+        interval = self.flags.checkpoint_interval_seconds
+        return time.monotonic() - self._saved_at > interval
+
+    def restore(self, checkpoint):
+        """Takes the counters and RNGs of a checkpoint."""
+        self.step = checkpoint["step"]
+        self.updates = checkpoint["updates"]
+        self.episodes = checkpoint["episodes"]
+        self.seconds = checkpoint["seconds"]
+        self.returns.extend(checkpoint["returns"])
+        set_rng_state(checkpoint["rng"])
+
+    def last_checkpoint(self):
+        if self.flags.disable_checkpoint or not self.checkpoint_path.exists():
+            return "no checkpoint was written"
+        return f"the last checkpoint is {self.checkpoint_path}"
+
+    def close(self):
+        self.display.close()
+        self._tensorboard.close()
+        self._csv.close()
+
+
+def run_path(flags) -> pathlib.Path:
+    """<savedir>/<xpid>. Sets flags.xpid if it is not given."""
+    savedir = pathlib.Path(flags.savedir).expanduser()
+    if flags.xpid is None:
+        if flags.mode == "train":
+            now = datetime.datetime.now()
+            flags.xpid = f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+        else:
+            flags.xpid = (savedir / "latest").resolve().name
+    if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid:
+        raise ValueError(f"--xpid {flags.xpid!r} cannot name a directory of runs")
+    return savedir / flags.xpid
+
+
+# Checkpoints.
+
+
+def save_checkpoint(path, checkpoint):
+    """Atomic: the old file, or the whole new one. OSError if the disk is full."""
+    import io
+
+    # Through memory: torch's own writer hides the reason of a failed write.
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write_atomically(path, buffer.getbuffer())
+
+
+def write_atomically(path, data):
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_checkpoint(path, flags, model) -> dict:
+    """Reads a checkpoint and loads its weights into model.
+
+    Nothing in the file is executed (weights_only=True). ValueError, naming the first
+    mismatch, if it is of another environment or network, or not a checkpoint.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved = checkpoint["flags"]
+        weights = checkpoint["model"]
+    except FileNotFoundError:
+        raise ValueError(f"no checkpoint at {path}") from None
+    except Exception as e:  # Whatever a damaged or hostile file leads to.
+        reason = str(e).strip().splitlines()
+        raise ValueError(
+            f"{path} is not a checkpoint that can be read: "
+            f"{type(e).__name__}: {reason[0] if reason else ''}"
+        ) from e
+    if saved["env"] != flags.env:
+        raise ValueError(
+            f"checkpoint {path} is of --env {saved['env']}, not {flags.env}"
+        )
+    ours = model.state_dict()
+    for name in [*ours, *weights]:
+        shapes = [
+            tuple(w[name].shape) if name in w else "not there" for w in (weights, ours)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"checkpoint {path} is of another network: {name} is {shapes[0]} in "
+                f"the checkpoint, {shapes[1]} in the network of this command"
+            )
+    model.load_state_dict(weights)
+    return checkpoint
+
+
+def get_rng_state():
+    """Of torch, NumPy and Python, in types that weights_only=True reads."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": (name, torch.from_numpy(keys.copy()), position, has_gauss, gauss),
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state):
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy(), *rest))
+    random.setstate(state["python"])
+
+
+def set_seed(seed):
+    """Seeds torch, NumPy and Python; returns the seed, drawn if it was None."""
+    if seed is None:
+        seed = int(np.random.SeedSequence().generate_state(1)[0]) & 0x7FFFFFFF
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def derive_seed(*numbers) -> int:
+    """A seed that differs whenever one of the numbers does."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) & 0x7FFFFFFF
+
+
+# What is known of the machine.
+
+
+def meta(flags) -> dict:
+    packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
+    import importlib.metadata as metadata
+
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": [sys.executable, *sys.argv],
+        "flags": vars(flags),
+        "git": git_state(),
+        "host": platform.node(),
+        "os": platform.platform(),
+        "cpu": cpu_name(),
+        "num_cores": num_cores(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": versions,
+    }
+
+
+def git_state():
+    def git(*args):
+        return subprocess.run(
+            ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *args],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "-s"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def cpu_name():
+    try:
+        for line in open("/proc/cpuinfo"):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def num_cores() -> int:
+    """The cores this process may use, not those the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rss_mb() -> float:
+    try:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * resource.getpagesize() / 2**20
+    except OSError:  # Not Linux: the peak is what there is, in KiB or (macOS) bytes.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+# What the user sees.
+
+
+def setup_logging(path=None):
+    """Log lines go to stderr, and to path."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in log.handlers[:]:
+        log.removeHandler(handler)
+        handler.close()
+    line = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    handlers = [logging.StreamHandler()]
+    if path is not None:
+        handlers.append(logging.FileHandler(path))
+    for handler in handlers:
+        handler.setFormatter(line)
+        log.addHandler(handler)
+
+
+class Display:
+    """On a terminal one live line; in a pipe a log line every few seconds."""
+
+    INTERVAL_S = 5
+
+    def __init__(self, run):
+        self.run = run
+        self._live = None
+
+    def start(self):
+        self._line_at = time.monotonic()
+        self._recent = deque([(self._line_at, self.run.step)], maxlen=20)
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            self._live = Progress(
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[text]}"),
+                console=Console(stderr=True),
+                redirect_stdout=False,
+            )
+            self._task = self._live.add_task(
+                "", total=self.run.flags.total_steps, completed=self.run.step, text=""
+            )
+            self._live.start()
+            # Log lines above the live line, not through it.
+            for handler in log.handlers:
+                if type(handler) is logging.StreamHandler:
+                    handler.setStream(sys.stderr)
+
+    def update(self):
+        now = time.monotonic()
+        if now - self._line_at < (0.5 if self._live else self.INTERVAL_S):
+            return
+        self._line_at = now
+        self._recent.append((now, self.run.step))
+        if self._live:
+            self._live.update(self._task, completed=self.run.step, text=self.text())
+        else:
+            log.info("%s", self.text())
+
+    def text(self):
+        run = self.run
+        (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
+        sps = (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
+        left = run.flags.total_steps - run.step
+        eta = datetime.timedelta(seconds=int(left / sps)) if sps else "?"
+        mean = f"{sum(run.returns) / len(run.returns):.1f}" if run.returns else "-"
+        return (
+            f"step {run.step:,} of {run.flags.total_steps:,}  {sps:,.0f} steps/s  "
+            f"ETA {eta}  return {mean}  loss {run.loss:.3g}"
+        )
+
+    def close(self):
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+
+class Signals:
+    """SIGINT and SIGTERM set `event`; the second one quits at once.
+
+    on_second is called in the handler: it must end the children, and not block.
+    """
+
+    def __init__(self, event: threading.Event, on_second=lambda: None):
+        self.event = event
+        self.on_second = on_second
+        self.received = None
+
+    def __enter__(self):
+        self._old = {
+            s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_):
+        for s, handler in self._old.items():
+            signal.signal(s, handler)
+
+    def _handle(self, signum, _frame):
+        if self.received is not None:
+            self.on_second()
+            os.write(2, b"quit without saving\n")
+            os._exit(128 + signum)
+        self.received = signum
+        self.event.set()

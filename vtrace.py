@@ -1,0 +1,317 @@
+"""V-trace targets, the three losses of IMPALA, and their sum.
+
+Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
+Actor-Learner Architectures", arXiv 1802.01561: section 4.1 (V-trace), section 4.2
+(the losses), remark 1 (the recursion), remark 2 (lambda), table D.1 (constants).
+
+Everything is time-major. T is the number of transitions, B the batch size, A the
+number of actions. Index s is about the action taken on observation x_s: rewards[s] and
+discounts[s] belong to the transition from x_s to x_{s+1}, and x_T is the observation
+that bootstrap_value is the value of.
+
+An action is one integer, [T, B] with logits [T, B, A], or D of them, [T, B, D] with
+logits [T, B, D, A]: then its log-probability and entropy are sums over D.
+
+`mask` is False where a transition is not real because x_s was the last observation of an
+episode and x_{s+1} is the first of the next: no delta, no trace, no loss comes from it.
+An episode that ended at x_{s+1} has discounts[s] = 0 (terminated), or is bootstrapped
+from V(x_{s+1}) (truncated), which needs no argument at all.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+REDUCTIONS = ("sum", "mean")
+
+
+class VTraceReturns(NamedTuple):
+    vs: Tensor  # [T, B] value targets v_s.
+    pg_advantages: Tensor  # [T, B] rho_s * (r_s + gamma_s * v_{s+1} - V(x_s)).
+
+
+class VTraceFromLogitsReturns(NamedTuple):
+    vs: Tensor  # [T, B]
+    pg_advantages: Tensor  # [T, B]
+    log_rhos: Tensor  # [T, B] log pi(a|x) - log mu(a|x).
+    behavior_action_log_probs: Tensor  # [T, B] log mu(a|x).
+    target_action_log_probs: Tensor  # [T, B] log pi(a|x).
+
+
+class Losses(NamedTuple):
+    total: Tensor  # [] pg + baseline_cost * baseline + entropy_cost * entropy.
+    pg: Tensor  # []
+    baseline: Tensor  # [] without its cost.
+    entropy: Tensor  # [] without its cost: minus the policy's entropy.
+    vtrace: VTraceFromLogitsReturns
+
+
+def action_log_probs(
+    policy_logits: Tensor,  # [T, B, A] or [T, B, D, A], floating point.
+    actions: Tensor,  # [T, B] or [T, B, D], integers in [0, A).
+) -> Tensor:  # [T, B]
+    """Log-probability of each action under the softmax of its logits."""
+    _check_logits("policy_logits", policy_logits)
+    _check_actions(actions, "policy_logits", policy_logits)
+    log_policy = F.log_softmax(policy_logits, dim=-1)
+    chosen = log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+    return chosen.flatten(2).sum(-1) if chosen.ndim > 2 else chosen
+
+
+def from_logits(
+    behavior_policy_logits: Tensor,  # [T, B, (D,) A] of mu, which chose the actions.
+    target_policy_logits: Tensor,  # [T, B, (D,) A] of pi, which is learned.
+    actions: Tensor,  # [T, B, (D)]
+    discounts: Tensor,  # [T, B]
+    rewards: Tensor,  # [T, B]
+    values: Tensor,  # [T, B]
+    bootstrap_value: Tensor,  # [B]
+    mask: Tensor | None = None,  # [T, B] bool
+    clip_rho_threshold: float | None = 1.0,
+    clip_pg_rho_threshold: float | None = 1.0,
+    clip_c_threshold: float | None = 1.0,
+    lambda_: float = 1.0,
+) -> VTraceFromLogitsReturns:
+    """V-trace for softmax policies. The arguments of from_importance_weights, with
+    log_rhos computed from both policies' logits."""
+    _check_logits("behavior_policy_logits", behavior_policy_logits)
+    _check_logits("target_policy_logits", target_policy_logits)
+    if behavior_policy_logits.shape != target_policy_logits.shape:
+        raise ValueError(
+            f"behavior_policy_logits has shape {tuple(behavior_policy_logits.shape)}, "
+            f"target_policy_logits {tuple(target_policy_logits.shape)}"
+        )
+    behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
+    target_log_probs = action_log_probs(target_policy_logits, actions)
+    log_rhos = target_log_probs.detach() - behavior_log_probs.detach()
+    returns = from_importance_weights(
+        log_rhos=log_rhos,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        mask=mask,
+        clip_rho_threshold=clip_rho_threshold,
+        clip_pg_rho_threshold=clip_pg_rho_threshold,
+        clip_c_threshold=clip_c_threshold,
+        lambda_=lambda_,
+    )
+    return VTraceFromLogitsReturns(
+        *returns, log_rhos, behavior_log_probs, target_log_probs
+    )
+
+
+@torch.no_grad()
+def from_importance_weights(
+    log_rhos: Tensor,  # [T, B] log pi(a|x) - log mu(a|x).
+    discounts: Tensor,  # [T, B] gamma, or 0 where the episode terminated at x_{s+1}.
+    rewards: Tensor,  # [T, B]
+    values: Tensor,  # [T, B] V(x_s).
+    bootstrap_value: Tensor,  # [B] V(x_T).
+    mask: Tensor | None = None,  # [T, B] bool, False: not a real transition.
+    clip_rho_threshold: float | None = 1.0,  # rho-bar. None: no clipping.
+    clip_pg_rho_threshold: float | None = 1.0,  # The same, for the advantages.
+    clip_c_threshold: float | None = 1.0,  # c-bar.
+    lambda_: float = 1.0,  # Remark 2: c_s is multiplied by it.
+) -> VTraceReturns:
+    """Off-policy corrected value targets and policy gradient advantages.
+
+    Equation (1) of the paper, in its recursive form (remark 1):
+
+        v_s - V(x_s) = delta_s + gamma_s * c_s * (v_{s+1} - V(x_{s+1}))
+        delta_s      = min(rho_bar, rho_s) * (r_s + gamma_s * V(x_{s+1}) - V(x_s))
+        c_s          = lambda * min(c_bar, rho_s)
+        advantage_s  = min(pg_rho_bar, rho_s) * (r_s + gamma_s * v_{s+1} - V(x_s))
+
+    with v_T = V(x_T). Where mask is False, v_s = V(x_s) and the advantage is 0, so that
+    the step before it is bootstrapped from V(x_s) itself.
+
+    No gradient flows through the result: both fields are targets.
+
+    Raises ValueError, naming the argument, for a wrong rank, shape or dtype.
+    """
+    _check_float("log_rhos", log_rhos)
+    if log_rhos.ndim != 2:
+        raise ValueError(
+            f"log_rhos has shape {tuple(log_rhos.shape)}, expected [T, B]"
+        )
+    for name, x in dict(discounts=discounts, rewards=rewards, values=values).items():
+        _check_float(name, x)
+        _check_same_shape(name, x, log_rhos)
+    _check_float("bootstrap_value", bootstrap_value)
+    if bootstrap_value.shape != log_rhos.shape[1:]:
+        raise ValueError(
+            f"bootstrap_value has shape {tuple(bootstrap_value.shape)}, "
+            f"expected [B] = {tuple(log_rhos.shape[1:])}"
+        )
+    mask = _check_mask(mask, log_rhos)
+    for name, threshold in dict(
+        clip_rho_threshold=clip_rho_threshold,
+        clip_pg_rho_threshold=clip_pg_rho_threshold,
+        clip_c_threshold=clip_c_threshold,
+    ).items():
+        if threshold is not None and not threshold >= 0:
+            raise ValueError(f"{name} is {threshold}, expected a number >= 0 or None")
+    if not 0 <= lambda_ <= 1:
+        raise ValueError(f"lambda_ is {lambda_}, expected a number in [0, 1]")
+
+    rhos = torch.exp(log_rhos)
+    cs = lambda_ * _clip(rhos, clip_c_threshold)
+    next_values = torch.cat([values[1:], bootstrap_value[None]])  # [T, B]
+    td_errors = rewards + discounts * next_values - values
+    deltas = _where(mask, _clip(rhos, clip_rho_threshold) * td_errors)
+    decays = _where(mask, discounts * cs)
+
+    acc = torch.zeros_like(bootstrap_value)  # [B] v_{s+1} - V(x_{s+1})
+    vs_minus_values = torch.empty_like(values)
+    for s in reversed(range(len(values))):
+        acc = deltas[s] + decays[s] * acc
+        vs_minus_values[s] = acc
+    vs = values + vs_minus_values
+
+    next_vs = torch.cat([vs[1:], bootstrap_value[None]])
+    advantages = _clip(rhos, clip_pg_rho_threshold) * (
+        rewards + discounts * next_vs - values
+    )
+    return VTraceReturns(vs=vs, pg_advantages=_where(mask, advantages))
+
+
+def compute_policy_gradient_loss(
+    policy_logits: Tensor,  # [T, B, (D,) A]
+    actions: Tensor,  # [T, B, (D)]
+    advantages: Tensor,  # [T, B]; no gradient flows through them.
+    mask: Tensor | None = None,  # [T, B] bool
+    reduction: str = "sum",
+) -> Tensor:  # []
+    """-log pi(a_s|x_s) * advantage_s, summed over T and B (section 4.2)."""
+    log_probs = action_log_probs(policy_logits, actions)
+    _check_float("advantages", advantages)
+    _check_same_shape("advantages", advantages, log_probs, "log-probabilities")
+    return _reduce(-log_probs * advantages.detach(), mask, reduction)
+
+
+def compute_baseline_loss(
+    advantages: Tensor,  # [T, B] v_s - V(x_s), with V's gradient.
+    mask: Tensor | None = None,  # [T, B] bool
+    reduction: str = "sum",
+) -> Tensor:  # []
+    """0.5 * (v_s - V(x_s))^2, summed over T and B (section 4.2)."""
+    _check_float("advantages", advantages)
+    if advantages.ndim != 2:
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)}, expected [T, B]"
+        )
+    return _reduce(0.5 * advantages.square(), mask, reduction)
+
+
+def compute_entropy_loss(
+    policy_logits: Tensor,  # [T, B, (D,) A]
+    mask: Tensor | None = None,  # [T, B] bool
+    reduction: str = "sum",
+) -> Tensor:  # []
+    """sum_a pi(a|x_s) log pi(a|x_s), i.e. minus the entropy, summed over T and B."""
+    _check_logits("policy_logits", policy_logits)
+    log_policy = F.log_softmax(policy_logits, dim=-1)
+    neg_entropy = (log_policy.exp() * log_policy).flatten(2).sum(-1)  # [T, B]
+    return _reduce(neg_entropy, mask, reduction)
+
+
+def compute_losses(
+    behavior_policy_logits: Tensor,  # [T, B, (D,) A]
+    target_policy_logits: Tensor,  # [T, B, (D,) A]
+    actions: Tensor,  # [T, B, (D)]
+    discounts: Tensor,  # [T, B]
+    rewards: Tensor,  # [T, B]
+    values: Tensor,  # [T, B]
+    bootstrap_value: Tensor,  # [B]
+    mask: Tensor | None = None,  # [T, B] bool
+    *,
+    baseline_cost: float,
+    entropy_cost: float,
+    reduction: str = "sum",
+    **thresholds: float | None,  # As of from_importance_weights.
+) -> Losses:
+    """The loss that both scripts minimise: V-trace, the three losses, and their sum."""
+    returns = from_logits(
+        behavior_policy_logits=behavior_policy_logits,
+        target_policy_logits=target_policy_logits,
+        actions=actions,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        mask=mask,
+        **thresholds,
+    )
+    pg_loss = compute_policy_gradient_loss(
+        target_policy_logits, actions, returns.pg_advantages, mask, reduction
+    )
+    baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
+    entropy_loss = compute_entropy_loss(target_policy_logits, mask, reduction)
+    total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
+    return Losses(total, pg_loss, baseline_loss, entropy_loss, returns)
+
+
+def _clip(x: Tensor, threshold: float | None) -> Tensor:
+    return x if threshold is None else x.clamp(max=threshold)
+
+
+def _where(mask: Tensor | None, x: Tensor) -> Tensor:
+    # Not a product: 0 * inf is NaN, and what is masked may be anything.
+    return x if mask is None else torch.where(mask, x, 0.0)
+
+
+def _reduce(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, expected one of {REDUCTIONS}")
+    mask = _check_mask(mask, loss)
+    total = _where(mask, loss).sum()
+    if reduction == "sum":
+        return total
+    return total / (loss.numel() if mask is None else mask.sum().clamp(min=1))
+
+
+def _check_float(name: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"{name} has dtype {x.dtype}, expected a floating point one")
+
+
+def _check_logits(name: str, x: Tensor) -> None:
+    _check_float(name, x)
+    if x.ndim not in (3, 4):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, expected [T, B, A] or [T, B, D, A]"
+        )
+
+
+def _check_actions(actions: Tensor, name: str, logits: Tensor) -> None:
+    if actions.is_floating_point() or actions.is_complex():
+        raise ValueError(f"actions has dtype {actions.dtype}, expected an integer one")
+    if actions.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"actions has shape {tuple(actions.shape)}, {name} {tuple(logits.shape)}: "
+            f"expected {tuple(logits.shape[:-1])}"
+        )
+
+
+def _check_same_shape(
+    name: str, x: Tensor, other: Tensor, other_name: str = "log_rhos"
+) -> None:
+    if x.shape != other.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}"
+        )
+
+
+def _check_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}, expected torch.bool")
+    if mask.shape != like.shape:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, expected [T, B] = {tuple(like.shape)}"
+        )
+    return mask
