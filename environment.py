@@ -35,7 +35,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 def map_structure(fn, nest, *others):
     """fn on every leaf of nested dicts and tuples; others have the same structure."""
     if isinstance(nest, dict):
-        return {k: map_structure(fn, v, *(o[k] for o in others)) for k, v in nest.items()}
+        return {
+            k: map_structure(fn, x, *(o[k] for o in others)) for k, x in nest.items()
+        }
     if isinstance(nest, (tuple, list)):
         return tuple(map_structure(fn, *leaves) for leaves in zip(nest, *others))
     return fn(nest, *others)
@@ -79,6 +81,7 @@ class Environment:
     num_actions:        A of each of the D numbers that make an action: a tuple
     action_shape:       () for Discrete, (D,) for MultiDiscrete
     frames_per_step:    the frames of the game that one step advances
+    fps:                steps per second at the game's own speed, for videos
     """
 
     def __init__(self, env):
@@ -96,6 +99,7 @@ class Environment:
         self.observation_space = env.single_observation_space
         self.action_space = env.single_action_space
         self.frames_per_step = getattr(env, "frames_per_step", 1)
+        self.fps = env.metadata.get("render_fps", 30) / self.frames_per_step
         check_observation_space(self.observation_space)
         self.num_actions, self.action_shape, self._start = _actions(self.action_space)
         self._last = None  # [E] bool, terminated | truncated at the last step.
@@ -259,9 +263,7 @@ def _as_gymnasium_space(space) -> spaces.Space:
     if name == "MultiBinary":
         return spaces.MultiBinary(space.n)
     if name == "Dict":
-        return spaces.Dict(
-            {k: _as_gymnasium_space(v) for k, v in space.spaces.items()}
-        )
+        return spaces.Dict({k: _as_gymnasium_space(v) for k, v in space.spaces.items()})
     if name == "Tuple":
         return spaces.Tuple([_as_gymnasium_space(v) for v in space.spaces])
     raise ValueError(f"space {space} of the old Gym API is not supported")

@@ -25,7 +25,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 
@@ -100,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags both scripts have, for argparse's parents=."""
     p = argparse.ArgumentParser(add_help=False)
 
+    # fmt: off
     g = p.add_argument_group("run")
     g.add_argument("--mode", default="train", choices=("train", "test", "test_render"))
     g.add_argument("--xpid", metavar="NAME", help="name of the run: the same name "
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--savedir", metavar="DIR", default="~/logs/torchbeast",
                    help="where runs are kept (default: %(default)s)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
-                   help="of weights, actions and environments (default: from the system)")
+                   help="of weights, actions, environments (default: the system's)")
     g.add_argument("--disable_checkpoint", action="store_true",
                    help="neither read nor write model.tar")
     g.add_argument("--checkpoint_interval_seconds", type=number(float, above=0),
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("training")
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
                    metavar="N", help="agent steps to train for (default: %(default)s)")
-    g.add_argument("--batch_size", type=number(int, 1), default=8, metavar="B",
+    g.add_argument("--batch_size", type=number(int, 1), default=4, metavar="B",
                    help="rollouts in a learner batch (default: %(default)s)")
     g.add_argument("--unroll_length", type=number(int, 1), default=20, metavar="T",
                    help="steps in a rollout (default: %(default)s)")
@@ -154,14 +154,14 @@ def parser() -> argparse.ArgumentParser:
                    help="over T and B (default: %(default)s)")
 
     g = p.add_argument_group("optimizer (RMSProp)")
-    g.add_argument("--learning_rate", type=number(float, above=0), default=1e-3,
+    g.add_argument("--learning_rate", type=number(float, above=0), default=2.5e-4,
                    metavar="X", help="falls linearly to 0 at --total_steps "
                    "(default: %(default)s)")
-    g.add_argument("--alpha", type=number(float, 0, 1), default=0.99, metavar="X",
-                   help="smoothing (default: %(default)s)")
+    g.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,
+                   metavar="X", help="smoothing (default: %(default)s)")
     g.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
                    help="(default: %(default)s)")
-    g.add_argument("--epsilon", type=number(float, above=0), default=0.01, metavar="X",
+    g.add_argument("--epsilon", type=number(float, above=0), default=1e-5, metavar="X",
                    help="(default: %(default)s)")
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
                    metavar="X", help="largest gradient norm (default: %(default)s)")
@@ -172,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--sample_actions", action="store_true",
                    help="sample from the policy (default: its most probable action)")
     g.add_argument("--video", metavar="FILE.mp4", help="record the first episode")
+    # fmt: on
     return p
 
 
@@ -201,17 +202,26 @@ class Run:
         self.seconds = 0.0  # Of the sessions before this one.
         self.returns = deque(maxlen=100)
         self.frames_per_step = frames_per_step
+        self.display = self._csv = self._tensorboard = None
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
 
+    def load(self, model):
+        """The checkpoint to resume from, its weights loaded into model; or None.
+        ValueError if there is one that does not fit."""
+        if self.flags.disable_checkpoint or not self.checkpoint_path.exists():
+            return None
+        return load_checkpoint(self.checkpoint_path, self.flags, model)
+
     def open(self):
-        """Creates the directory and the log files. ValueError if it cannot."""
+        """Creates the directory. ValueError if it cannot be written to."""
         savedir = self.path.parent
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "out.log").open("a").close()
+            for name in ("out.log", "logs.csv"):
+                (self.path / name).open("a").close()
         except OSError as e:
-            raise ValueError(f"--savedir {savedir}: {e.strerror}: {e.filename}") from e
+            raise ValueError(f"--savedir {savedir}: {e.filename}: {e.strerror}") from e
         link = savedir / f".latest-{os.getpid()}"
         try:
             link.symlink_to(self.path.name)
@@ -220,28 +230,31 @@ class Run:
             link.unlink(missing_ok=True)
             log.warning("no link %s: %s", savedir / "latest", e.strerror)
         setup_logging(self.path / "out.log")
-        self.display = Display(self)
 
     def start(self):
         """Writes meta.json, opens the logs for appending, starts the clock."""
         from torch.utils.tensorboard import SummaryWriter  # Slow to import.
 
-        write_atomically(
-            self.path / "meta.json",
-            json.dumps(meta(self.flags), indent=4).encode() + b"\n",
-        )
+        self._started = self._saved_at = self._row_at = time.monotonic()
+        self._row_step = self.step
+        self._sums = {}
+        self._write_meta()
         path = self.path / "logs.csv"
-        new = not path.exists() or path.stat().st_size == 0
         self._csv = open(path, "a", newline="", buffering=1)
         self._writer = csv.DictWriter(self._csv, COLUMNS)
-        if new:
+        if path.stat().st_size == 0:
             self._writer.writeheader()
         self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
-        self._tensorboard_at = 0.0
-        self._sums = {}
-        self._row_at = self._started = self._saved_at = time.monotonic()
-        self._row_step = self.step
-        self.display.start()
+        self.display = Display(self)
+
+    def _write_meta(self):
+        path = self.path / "meta.json"
+        sessions = []
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            sessions = [*earlier.pop("earlier_sessions", []), earlier]
+        data = dict(meta(self.flags), first_step=self.step, earlier_sessions=sessions)
+        write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
 
     @property
     def elapsed(self):
@@ -300,9 +313,6 @@ class Run:
         for name, x in row.items():
             if name != "step":
                 self._tensorboard.add_scalar(name, x, self.step)
-        if now - self._tensorboard_at > 30:
-            self._tensorboard.flush()
-            self._tensorboard_at = now
 
     def save(self, **state):
         """Writes model.tar: state, the counters, the flags, the RNGs. Atomic."""
@@ -340,22 +350,30 @@ class Run:
         return f"the last checkpoint is {self.checkpoint_path}"
 
     def close(self):
-        self.display.close()
-        self._tensorboard.close()
-        self._csv.close()
+        """Whatever start() got done, and whatever state the disk is in."""
+        if self.display is not None:
+            self.display.close()
+        for file in (self._tensorboard, self._csv):
+            if file is not None:
+                try:
+                    file.close()
+                except OSError as e:
+                    log.error("%s: %s", self.path, e.strerror)
 
 
 def run_path(flags) -> pathlib.Path:
-    """<savedir>/<xpid>. Sets flags.xpid if it is not given."""
+    """<savedir>/<xpid>. Sets flags.xpid if it is not given: to the time for a new run,
+    to the newest run's for a test."""
     savedir = pathlib.Path(flags.savedir).expanduser()
     if flags.xpid is None:
-        if flags.mode == "train":
-            now = datetime.datetime.now()
-            flags.xpid = f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
-        else:
-            flags.xpid = (savedir / "latest").resolve().name
+        if flags.mode != "train":
+            path = (savedir / "latest").resolve()
+            flags.xpid = path.name
+            return path
+        now = datetime.datetime.now()
+        flags.xpid = f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid:
-        raise ValueError(f"--xpid {flags.xpid!r} cannot name a directory of runs")
+        raise ValueError(f"--xpid {flags.xpid!r} cannot be the name of a run")
     return savedir / flags.xpid
 
 
@@ -456,6 +474,62 @@ def derive_seed(*numbers) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) & 0x7FFFFFFF
 
 
+# Tests of a trained agent.
+
+
+def report_test(flags, path, checkpoint, returns, lengths):
+    """Prints mean and standard error of the returns, writes test.json."""
+    mean, error = np.mean(returns), 0.0
+    if len(returns) > 1:
+        error = np.std(returns, ddof=1) / math.sqrt(len(returns))
+    print(
+        f"{len(returns)} episodes: mean return {mean:.2f}, standard error {error:.2f}"
+    )
+    data = {
+        "env": flags.env,
+        "step": checkpoint["step"],
+        "actions": "sampled" if flags.sample_actions else "greedy",
+        "seed": flags.seed,
+        "mean_return": float(mean),
+        "standard_error": float(error),
+        "returns": returns,
+        "steps": lengths,
+    }
+    write_atomically(path / "test.json", json.dumps(data, indent=4).encode() + b"\n")
+
+
+class Video:
+    """Frames [H, W, 3] uint8 -> an MP4 file, by OpenCV."""
+
+    def __init__(self, path, fps):
+        try:
+            import cv2
+        except ImportError:
+            raise ValueError(
+                "--video needs: pip install opencv-python-headless"
+            ) from None
+        self._cv2 = cv2
+        self._path = path
+        self._fps = fps
+        self._writer = None
+
+    def write(self, frame):
+        if self._writer is None:
+            height, width = frame.shape[:2]
+            self._writer = self._cv2.VideoWriter(
+                self._path,
+                self._cv2.VideoWriter_fourcc(*"mp4v"),
+                self._fps,
+                (width, height),
+            )
+            if not self._writer.isOpened():
+                raise ValueError(f"--video {self._path} cannot be written as MP4")
+        self._writer.write(self._cv2.cvtColor(frame, self._cv2.COLOR_RGB2BGR))
+
+    def close(self):
+        self._writer.release()
+
+
 # What is known of the machine.
 
 
@@ -535,6 +609,7 @@ def setup_logging(path=None):
         log.removeHandler(handler)
         handler.close()
     line = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    logging.raiseExceptions = False  # A full disk must not hide what goes to stderr.
     handlers = [logging.StreamHandler()]
     if path is not None:
         handlers.append(logging.FileHandler(path))
@@ -551,10 +626,8 @@ class Display:
     def __init__(self, run):
         self.run = run
         self._live = None
-
-    def start(self):
         self._line_at = time.monotonic()
-        self._recent = deque([(self._line_at, self.run.step)], maxlen=20)
+        self._recent = deque([(self._line_at, run.step)], maxlen=20)
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
@@ -563,16 +636,18 @@ class Display:
                 BarColumn(bar_width=20),
                 TextColumn("{task.fields[text]}"),
                 console=Console(stderr=True),
-                redirect_stdout=False,
             )
             self._task = self._live.add_task(
-                "", total=self.run.flags.total_steps, completed=self.run.step, text=""
+                "", total=run.flags.total_steps, completed=run.step, text="starting"
             )
             self._live.start()
-            # Log lines above the live line, not through it.
-            for handler in log.handlers:
-                if type(handler) is logging.StreamHandler:
-                    handler.setStream(sys.stderr)
+            self._move_log_lines()
+
+    def _move_log_lines(self):
+        """rich replaces sys.stderr to print log lines above the live line."""
+        for handler in log.handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
 
     def update(self):
         now = time.monotonic()
@@ -601,16 +676,16 @@ class Display:
         if self._live:
             self._live.stop()
             self._live = None
+            self._move_log_lines()
 
 
 class Signals:
-    """SIGINT and SIGTERM set `event`; the second one quits at once.
+    """SIGINT and SIGTERM make check() raise Stop; the second one quits at once.
 
-    on_second is called in the handler: it must end the children, and not block.
+    on_second is called in the signal handler: it must end the children, and not block.
     """
 
-    def __init__(self, event: threading.Event, on_second=lambda: None):
-        self.event = event
+    def __init__(self, on_second=lambda: None):
         self.on_second = on_second
         self.received = None
 
@@ -627,7 +702,10 @@ class Signals:
     def _handle(self, signum, _frame):
         if self.received is not None:
             self.on_second()
-            os.write(2, b"quit without saving\n")
+            os.write(2, b"\nquit without saving\n")
             os._exit(128 + signum)
-        self.received = signum
-        self.event.set()
+        self.received = signal.Signals(signum)
+
+    def check(self):
+        if self.received is not None:
+            raise Stop(f"stopped by {self.received.name}", 128 + self.received)

@@ -7,7 +7,7 @@ Read it top to bottom: flags, create_env(), Net, Actor, act(), learn(), train(),
 Actor processes step environments, evaluate the network on the CPU and write rollouts
 into buffers in shared memory; a free queue and a full queue pass the buffers' indices;
 learner threads make batches of full buffers and update the weights, which the actors
-take at the start of each rollout (section 5.1 of the TorchBeast paper, arXiv 1910.03552).
+take at the start of each rollout (TorchBeast, arXiv 1910.03552, section 5.1).
 
 T is the unroll length, B the batch size, A the number of actions, E the number of
 environments an actor steps together. A rollout has T + 1 steps: step 0 repeats the last
@@ -28,17 +28,16 @@ import time
 import traceback
 from collections import deque
 
-import numpy as np
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from gymnasium import spaces
 from torch import nn
 
 import atari_wrappers
 import environment
 import experiment
 import vtrace
+from encoders import initialize, make_encoder
 from environment import leaves, map_structure
 from experiment import Stop, number
 
@@ -54,6 +53,7 @@ def parser():
         description="IMPALA with V-trace on one machine.",
         parents=[experiment.parser()],
     )
+    # fmt: off
     g = p.add_argument_group("actors")
     g.add_argument("--num_actors", type=number(int, 0), metavar="N",
                    help="actor processes; 0: everything in one thread of one process "
@@ -67,6 +67,7 @@ def parser():
     g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
                    metavar="N", help="in a run (default: %(default)s)")
     g.add_argument("--disable_cuda", action="store_true", help="learn on the CPU")
+    # fmt: on
     return p
 
 
@@ -87,11 +88,11 @@ def set_defaults(flags):
 def create_env(flags, num_envs, render_mode=None):
     """num_envs environments. To use another environment, edit this function."""
     if atari_wrappers.is_atari(flags.env):
-        options = dict(
-            sticky_actions=flags.sticky_actions,
-            full_action_space=flags.full_action_space,
-            terminal_on_life_loss=flags.terminal_on_life_loss,
-        )
+        options = {
+            "sticky_actions": flags.sticky_actions,
+            "full_action_space": flags.full_action_space,
+            "terminal_on_life_loss": flags.terminal_on_life_loss,
+        }
         if num_envs == 1:
             env = atari_wrappers.make_single(
                 flags.env, render_mode=render_mode, **options
@@ -131,6 +132,12 @@ class Net(nn.Module):
             core_size = 256
         self.policy = nn.Linear(core_size, sum(num_actions))
         self.baseline = nn.Linear(core_size, 1)
+        if self.core is not None:
+            # Remember from the start: the forget gate's bias (the second quarter).
+            nn.init.ones_(self.core.bias_ih_l0[256:512])
+        initialize(self.encoder)
+        initialize(self.policy, gain=0.01)  # Nearly uniform at first.
+        initialize(self.baseline, gain=1)
 
     def initial_state(self, batch_size):
         if self.core is None:
@@ -177,102 +184,6 @@ class Net(nn.Module):
         return torch.stack(parts, dim=1)  # [N, D, A]
 
 
-def make_encoder(space):
-    """A module that turns observations of the space [N, ...] into [N, out_features]."""
-    if isinstance(space, spaces.Dict):
-        return NestEncoder(space.spaces)
-    if isinstance(space, spaces.Tuple):
-        return NestEncoder(dict(enumerate(space.spaces)))
-    if isinstance(space, spaces.Box):
-        if len(space.shape) == 3 and space.dtype == np.uint8:
-            channels_last = space.shape[2] < space.shape[0]
-            if min(space.shape[:2] if channels_last else space.shape[1:]) >= 20:
-                return ImageEncoder(space.shape, channels_last)
-        scale = 255 if space.dtype == np.uint8 else 1
-        return VectorEncoder(math.prod(space.shape), scale)
-    if isinstance(space, spaces.MultiBinary):
-        return VectorEncoder(math.prod(space.shape))
-    if isinstance(space, spaces.Discrete):
-        return OneHotEncoder([int(space.n)], space.start)
-    if isinstance(space, spaces.MultiDiscrete):
-        start = torch.as_tensor(space.start.ravel())
-        return OneHotEncoder([int(n) for n in space.nvec.ravel()], start)
-    raise ValueError(f"Net has no encoder for observation space {space}")
-
-
-class ImageEncoder(nn.Module):
-    """uint8 [N, C, H, W] (or [N, H, W, C]): the shallow network of the IMPALA paper."""
-
-    def __init__(self, shape, channels_last=False):
-        super().__init__()
-        self.channels_last = channels_last
-        channels = shape[2] if channels_last else shape[0]
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, 16, 8, stride=4),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 4, stride=2),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
-        with torch.no_grad():
-            features = self._convolve(torch.zeros(1, *shape)).shape[1]
-        self.out_features = 256
-        self.fc = nn.Linear(features, self.out_features)
-
-    def _convolve(self, x):
-        if self.channels_last:
-            x = x.permute(0, 3, 1, 2)
-        return self.layers(x.float() / 255)
-
-    def forward(self, x):
-        return F.relu(self.fc(self._convolve(x)))
-
-
-class VectorEncoder(nn.Module):
-    """Numbers [N, ...] of any shape and dtype, divided by scale: an MLP."""
-
-    def __init__(self, in_features, scale=1):
-        super().__init__()
-        self.scale = scale
-        self.out_features = 256
-        self.layers = nn.Sequential(
-            nn.Linear(in_features, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()
-        )
-
-    def forward(self, x):
-        return self.layers(x.flatten(1).float() / self.scale)
-
-
-class OneHotEncoder(nn.Module):
-    """Integers [N, ...], the i-th one of sizes[i] choices from start: an embedding."""
-
-    def __init__(self, sizes, start=0):
-        super().__init__()
-        self.sizes = sizes
-        self.start = start
-        self.out_features = 64
-        self.layer = nn.Linear(sum(sizes), self.out_features)
-
-    def forward(self, x):
-        x = (x.flatten(1) if x.ndim > 1 else x[:, None]).long() - self.start
-        one_hot = [F.one_hot(i, n) for i, n in zip(x.unbind(1), self.sizes)]
-        return F.relu(self.layer(torch.cat(one_hot, dim=1).float()))
-
-
-class NestEncoder(nn.Module):
-    """A dict or tuple of observations: each encoded, and concatenated."""
-
-    def __init__(self, parts):
-        super().__init__()
-        self.keys = list(parts)
-        self.encoders = nn.ModuleList([make_encoder(space) for space in parts.values()])
-        self.out_features = sum(e.out_features for e in self.encoders)
-
-    def forward(self, x):
-        parts = [encode(x[key]) for key, encode in zip(self.keys, self.encoders)]
-        return torch.cat(parts, dim=1)
-
-
 def create_net(flags, env):
     return Net(env.observation_space, env.num_actions, env.action_shape, flags.use_lstm)
 
@@ -290,43 +201,33 @@ def choose_action(policy_logits, greedy=False):
 
 
 def rollout_specs(flags, env, model):
-    """A nest of (shape, dtype): what one rollout holds. First dimension time, except
-    for the initial core_state."""
+    """What one rollout holds: a nest of tensors without data. Their first dimension is
+    time, except for the initial core_state's."""
     T = flags.unroll_length
-    step = env.initial(seed=0)
-    step = map_structure(lambda x: ((T + 1, *x.shape[1:]), torch.as_tensor(x).dtype), step)
-    D = env.action_shape
+
+    def spec(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    step = map_structure(torch.as_tensor, env.initial(seed=0))
+    logits_shape = (T, *env.action_shape, max(env.num_actions))
     return {
-        **step,
-        "action": ((T, *D), torch.int64),
-        "policy_logits": ((T, *D, max(env.num_actions)), torch.float32),
-        "core_state": tuple(
-            ((s.shape[0], *s.shape[2:]), s.dtype) for s in model.initial_state(1)
+        **map_structure(lambda x: spec((T + 1, *x.shape[1:]), x.dtype), step),
+        "action": spec((T, *env.action_shape), torch.int64),
+        "policy_logits": spec(logits_shape, torch.float32),
+        "core_state": map_structure(
+            lambda x: spec((x.shape[0], *x.shape[2:]), x.dtype), model.initial_state(1)
         ),
     }
 
 
-def num_bytes(specs):
-    """Of one rollout."""
-    if isinstance(specs, dict):
-        return sum(num_bytes(x) for x in specs.values())
-    if is_spec(specs):
-        return math.prod(specs[0]) * specs[1].itemsize
-    return sum(num_bytes(x) for x in specs)
-
-
-def is_spec(x):
-    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.dtype)
-
-
 def create_buffers(specs, num_buffers):
-    """Shared tensors [T, num_buffers, ...]: a batch is buffers[:, indices]."""
-    if is_spec(specs):
-        (T, *shape), dtype = specs
-        return torch.zeros(T, num_buffers, *shape, dtype=dtype).share_memory_()
-    if isinstance(specs, dict):
-        return {k: create_buffers(v, num_buffers) for k, v in specs.items()}
-    return tuple(create_buffers(v, num_buffers) for v in specs)
+    """Shared tensors [T, num_buffers, ...]: a batch is buffer[:, indices]."""
+
+    def create(spec):
+        T, *shape = spec.shape
+        return torch.zeros(T, num_buffers, *shape, dtype=spec.dtype).share_memory_()
+
+    return map_structure(create, specs)
 
 
 class SharedWeights:
@@ -339,7 +240,10 @@ class SharedWeights:
 
     def __init__(self, model):
         self._copies = [
-            {k: v.detach().cpu().clone().share_memory_() for k, v in model.state_dict().items()}
+            {
+                k: v.detach().cpu().clone().share_memory_()
+                for k, v in model.state_dict().items()
+            }
             for _ in range(2)
         ]
         self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -441,15 +345,17 @@ class ActorProcesses:
     back to the free queue and another process takes its place.
 
     free(indices)   any thread; never blocks.
-    run()           one thread; returns after stop().
-    stop()          any thread, any number of times; ends the processes within seconds.
-    full_queue      gets (index, version), or a Stop when there were too many restarts.
+    run()           one thread; returns after stop(). Raises Stop when there were too
+                    many restarts.
+    stop()          any thread, any number of times; then join(), which takes seconds.
+    full_queue      gets (index, version of the weights it was begun with).
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
 
-    def __init__(self, flags, buffers, weights, full_queue):
+    def __init__(self, flags, seed, buffers, weights, full_queue):
         self.flags = flags
+        self.seed = seed
         self.buffers = buffers
         self.weights = weights
         self.full_queue = full_queue
@@ -467,7 +373,7 @@ class ActorProcesses:
     def _start_actor(self, index):
         ours, theirs = self._context.Pipe()
         # Not the seeds of the process it replaces: those led to where it died.
-        seed = experiment.derive_seed(self.flags.seed, index, self.restarts)
+        seed = experiment.derive_seed(self.seed, index, self.restarts)
         process = self._context.Process(
             target=act,
             name=f"actor-{index}",
@@ -476,6 +382,8 @@ class ActorProcesses:
         process.start()
         theirs.close()
         with self._lock:
+            if self._stopping:
+                process.kill()
             self._actors.append(_ActorProcess(index, process, ours))
             self._hand_out()
 
@@ -501,7 +409,9 @@ class ActorProcesses:
         while not self._stopping:
             with self._lock:
                 actors = {a.connection: a for a in self._actors}
-            for connection in multiprocessing.connection.wait(list(actors), timeout=0.5):
+            for connection in multiprocessing.connection.wait(
+                list(actors), timeout=0.5
+            ):
                 self._receive(actors[connection])
 
     def _receive(self, actor):
@@ -529,37 +439,41 @@ class ActorProcesses:
             for indices in actor.held:
                 self._free_queue.extend(indices)
         code = actor.process.exitcode
-        reason = f"\n{error}" if error else (
-            f" {signal.Signals(-code).name}" if code < 0 else f" exit code {code}"
+        reason = (
+            f"\n{error}"
+            if error
+            else (
+                f" {signal.Signals(-code).name}" if code < 0 else f" exit code {code}"
+            )
         )
         log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
-        if self.restarts >= self.flags.max_actor_restarts:
-            self.full_queue.put(
-                Stop(
-                    f"actor {actor.index} died after {self.restarts} restarts of actors "
-                    "(--max_actor_restarts)"
-                )
+        if self.restarts == self.flags.max_actor_restarts:
+            raise Stop(
+                f"actor {actor.index} died after {self.restarts} restarts of actors "
+                "(--max_actor_restarts)"
             )
-            self._stopping = True
-            return
         self.restarts += 1
         log.info(
             "actor %d is restarted (%d of %d)",
-            actor.index, self.restarts, self.flags.max_actor_restarts,
+            actor.index,
+            self.restarts,
+            self.flags.max_actor_restarts,
         )
         self._start_actor(actor.index)
 
     def stop(self):
         with self._lock:
             self._stopping = True
-            actors, self._actors = self._actors, []
-        for actor in actors:
-            try:
-                actor.connection.send(None)
-            except OSError:
-                pass
+            for actor in self._actors:
+                try:
+                    actor.connection.send(None)
+                except OSError:
+                    pass
+
+    def join(self):
+        """After stop() and the end of run()."""
         deadline = time.monotonic() + 2
-        for actor in actors:
+        for actor in self._actors:
             actor.process.join(max(0, deadline - time.monotonic()))
             actor.process.kill()  # In the middle of a long step.
             actor.process.join()
@@ -635,7 +549,10 @@ def create_optimizer(flags, model):
     steps = flags.unroll_length * flags.batch_size
 
     def factor(update):
-        return 1 - min(update * steps, flags.total_steps) / flags.total_steps
+        # RMSProp's mean of squares begins at zero. Uncorrected, its first steps are ten
+        # times too long, which was seen to kill most of the network's ReLUs on Pong.
+        correction = math.sqrt(1 - flags.alpha ** (update + 1))
+        return correction * max(0, 1 - update * steps / flags.total_steps)
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -718,87 +635,82 @@ def train(flags):
     check_flags(flags)
     torch.set_num_threads(num_learner_cores(flags))
     flags.seed = experiment.set_seed(flags.seed)
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and not flags.disable_cuda else "cpu"
-    )
-    # This environment only tells the shapes, unless there are no actors.
+    use_cuda = torch.cuda.is_available() and not flags.disable_cuda
+    device = torch.device("cuda" if use_cuda else "cpu")
+    # With actors, this environment only tells the shapes.
     env = create_env(flags, flags.envs_per_actor)
     model = create_net(flags, env)
     specs = rollout_specs(flags, env, model)
-    check_shared_memory(flags, num_bytes(specs) * flags.num_buffers)
+    check_shared_memory(flags, sum(x.nbytes for _, x in leaves(specs)))
     run = experiment.Run(flags, env.frames_per_step)
-    checkpoint = None
-    if not flags.disable_checkpoint and run.checkpoint_path.exists():
-        checkpoint = experiment.load_checkpoint(run.checkpoint_path, flags, model)
+    checkpoint = run.load(model)
     run.open()
 
     buffers = create_buffers(specs, flags.num_buffers)
-    weights = SharedWeights(model)
-    learner = Learner(flags, run, model, weights, device)
+    learner = Learner(flags, run, model, SharedWeights(model), device)
     if checkpoint is not None:
         learner.restore(checkpoint)
         log.info("resuming %s at step %d", run.checkpoint_path, run.step)
-        # Not the episodes of the first session again.
-        flags.seed = experiment.derive_seed(flags.seed, run.step)
+    # The episodes of a resumed run are not those of its first session again.
+    seed = experiment.derive_seed(flags.seed, run.step)
     log.info(
         "%s: %d actors of %d environments, learner on %s; results in %s",
-        flags.env, flags.num_actors, flags.envs_per_actor, device, run.path,
+        flags.env,
+        flags.num_actors,
+        flags.envs_per_actor,
+        device,
+        run.path,
     )
-
-    stop = threading.Event()
+    exit_code = 0
     try:
         run.start()
         if flags.num_actors == 0:
-            with experiment.Signals(stop) as signals:
-                train_serially(flags, env, learner, buffers, stop)
+            train_serially(flags, env, seed, learner, buffers)
         else:
             env.close()
-            actors = ActorProcesses(flags, buffers, weights, queue.Queue())
-            with experiment.Signals(stop, actors.kill) as signals:
-                train_with_actors(flags, actors, learner, buffers, stop)
-        if signals.received is not None:
-            raise Stop(f"{signal.Signals(signals.received).name}: stopped",
-                       128 + signals.received)
+            train_with_actors(flags, seed, learner, buffers)
         learner.save()
-        exit_code = 0
-    except Stop as e:
+    except (Stop, OSError) as e:
         exit_code = end_early(e, learner)
-    except OSError as e:
-        exit_code = end_early(Stop(f"{e.strerror}: {e.filename or run.path}", save=False), learner)
     finally:
         run.close()
-    log.info("step %d; results in %s", run.step, run.path)
-    log.info("test it: %s", test_command(flags))
+    log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
+    if run.checkpoint_path.exists():
+        log.info("test it: %s", test_command(flags))
     return exit_code
 
 
-def train_serially(flags, env, learner, buffers, stop):
+def train_serially(flags, env, seed, learner, buffers):
     """Everything in this thread: act, then learn. The same seed, the same losses."""
     model = create_net(flags, env).eval()
-    actor = Actor(flags, env, model, flags.seed)
+    actor = Actor(flags, env, model, seed)
     arrays = map_structure(lambda x: x.numpy(), buffers)
     free_queue = deque(range(flags.num_buffers))
     full_queue = deque()
     version = None
-    while not (learner.finished or stop.is_set()):
-        indices = [free_queue.popleft() for _ in range(flags.envs_per_actor)]
-        version = learner.weights.fetch(model, version)
-        actor.rollout(arrays, indices)
-        full_queue.extend((index, version) for index in indices)
-        while len(full_queue) >= flags.batch_size and not learner.finished:
-            items = [full_queue.popleft() for _ in range(flags.batch_size)]
-            batch = make_batch(buffers, items, learner.device)
-            free_queue.extend(index for index, _ in items)
-            learner.update(*batch)
+    with experiment.Signals() as signals:
+        while not learner.finished:
+            indices = [free_queue.popleft() for _ in range(flags.envs_per_actor)]
+            version = learner.weights.fetch(model, version)
+            actor.rollout(arrays, indices)
+            full_queue.extend((index, version) for index in indices)
+            while len(full_queue) >= flags.batch_size and not learner.finished:
+                items = [full_queue.popleft() for _ in range(flags.batch_size)]
+                batch = make_batch(buffers, items, learner.device)
+                free_queue.extend(index for index, _ in items)
+                learner.update(*batch)
+                signals.check()
 
 
-def train_with_actors(flags, actors, learner, buffers, stop):
-    """Starts the actors and learner threads, waits for `stop` or the last step, ends
-    them all. Raises what went wrong in any of them."""
-    full_queue = actors.full_queue
-    errors = []
+def train_with_actors(flags, seed, learner, buffers):
+    """Starts actors and learner threads, waits for a signal or the last step, ends them
+    all. Raises what went wrong in any of them."""
+    full_queue = queue.Queue()
+    actors = ActorProcesses(flags, seed, buffers, learner.weights, full_queue)
     batch_lock = threading.Lock()  # One thread takes a whole batch off the full queue.
     update_lock = threading.Lock()  # One thread updates the weights.
+    stop = threading.Event()
+    errors = []
 
     def batch_and_learn():
         while True:
@@ -809,8 +721,6 @@ def train_with_actors(flags, actors, learner, buffers, stop):
                     if item is None:
                         full_queue.put(None)  # For the next thread.
                         return
-                    if isinstance(item, Stop):
-                        raise item
                     items.append(item)
             batch = make_batch(buffers, items, learner.device)
             actors.free(index for index, _ in items)
@@ -830,37 +740,47 @@ def train_with_actors(flags, actors, learner, buffers, stop):
 
         return target
 
+    bodies = {"actors": actors.run}
+    for i in range(flags.num_learner_threads):
+        bodies[f"learner-{i}"] = batch_and_learn
     threads = [
-        threading.Thread(target=guarded(body), name=name, daemon=True)
-        for name, body in [("actors", actors.run)]
-        + [(f"learner-{i}", batch_and_learn) for i in range(flags.num_learner_threads)]
+        threading.Thread(target=guarded(body), name=name)
+        for name, body in bodies.items()
     ]
-    try:
-        actors.start()
-        for thread in threads:
-            thread.start()
-        stop.wait()
-    finally:
-        stop.set()
-        actors.stop()
-        full_queue.put(None)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+    with experiment.Signals(on_second=actors.kill) as signals:
+        try:
+            actors.start()
+            for thread in threads:
+                thread.start()
+            # A handler may not set an Event that this thread may be waiting for.
+            while not stop.wait(0.2):
+                signals.check()
+        finally:
+            stop.set()
+            actors.stop()
+            full_queue.put(None)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            actors.join()
     if errors:
         raise errors[0]
 
 
-def end_early(stop, learner):
+def end_early(error, learner):
     """Says why, and saves what is worth saving. Returns the exit code."""
-    log.error("%s", stop)
-    if stop.save:
+    if isinstance(error, OSError):  # The disk is full, or worse.
+        where = error.filename or learner.run.path
+        error = Stop(f"{where}: {error.strerror}; {learner.run.last_checkpoint()}")
+        error.save = False
+    log.error("%s", error)
+    if error.save:
         try:
             learner.save()
         except OSError as e:
-            log.error("no checkpoint: %s; %s", e.strerror, learner.run.last_checkpoint())
+            log.error("not saved: %s; %s", e.strerror, learner.run.last_checkpoint())
             return 1
-    return stop.exit_code
+    return error.exit_code
 
 
 def num_learner_cores(flags):
@@ -883,8 +803,9 @@ def check_flags(flags):
         )
 
 
-def check_shared_memory(flags, needed):
+def check_shared_memory(flags, rollout_bytes):
     """ValueError if /dev/shm is too small: writing past its end would be a SIGBUS."""
+    needed = rollout_bytes * flags.num_buffers
     if not os.path.isdir("/dev/shm"):
         return  # Not Linux: shared memory has no such limit.
     available = shutil.disk_usage("/dev/shm").free
@@ -898,7 +819,13 @@ def check_shared_memory(flags, needed):
 
 def test_command(flags):
     """What the user types to see the trained agent play."""
-    words = ["python -m monobeast --mode test", "--env", flags.env, "--xpid", flags.xpid]
+    words = [
+        "python -m monobeast --mode test",
+        "--env",
+        flags.env,
+        "--xpid",
+        flags.xpid,
+    ]
     default = parser().get_default("savedir")
     if flags.savedir != default:
         words += ["--savedir", shlex.quote(flags.savedir)]
@@ -914,48 +841,52 @@ def test_command(flags):
 
 def test(flags):
     """Plays whole games with the weights of a checkpoint. Returns the exit code."""
-    path = experiment.run_path(flags)
     render_mode = None
     if flags.mode == "test_render":
-        if sys.platform == "linux" and not (
-            os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-        ):
-            raise ValueError(
-                "--mode test_render needs a display, and neither DISPLAY nor "
-                "WAYLAND_DISPLAY is set: use --mode test --video FILE.mp4"
-            )
+        check_display()
         render_mode = "human"
     elif flags.video:
         render_mode = "rgb_array"
+    path = experiment.run_path(flags)
     flags.seed = experiment.set_seed(flags.seed)
     env = create_env(flags, 1, render_mode)
     model = create_net(flags, env).eval()
     checkpoint = experiment.load_checkpoint(path / "model.tar", flags, model)
     print(f"{path / 'model.tar'}: step {checkpoint['step']}")
+    video = experiment.Video(flags.video, env.fps) if flags.video else None
     returns, lengths = [], []
-    video = None
     step = env.initial(flags.seed)
     core_state = model.initial_state(1)
     while len(returns) < flags.num_test_episodes:
-        if flags.video and not returns:
-            video = video or experiment.Video(flags.video, env)
+        if video is not None:
             video.write(env.render())
         with torch.inference_mode():
             inputs = map_structure(lambda x: torch.from_numpy(x)[None], step)
             outputs, core_state = model(inputs, core_state)
-            action = choose_action(outputs["policy_logits"][0], not flags.sample_actions)
+            logits = outputs["policy_logits"][0]
+            action = choose_action(logits, greedy=not flags.sample_actions)
         step = env.step(action.numpy())
         if step["episode_end"][0]:
             returns.append(float(step["episode_return"][0]))
             lengths.append(int(step["episode_step"][0]))
-            print(f"episode {len(returns)}: return {returns[-1]:g}, {lengths[-1]} steps")
+            print(f"episode {len(returns)}: {returns[-1]:g} in {lengths[-1]} steps")
             if video is not None:
                 video.write(env.render())
                 video.close()
                 video = None
     env.close()
-    experiment.report_test(path, checkpoint, flags, returns, lengths)
+    experiment.report_test(flags, path, checkpoint, returns, lengths)
     return 0
+
+
+def check_display():
+    """ValueError where no window can be shown."""
+    displays = ("DISPLAY", "WAYLAND_DISPLAY")
+    if sys.platform == "linux" and not any(map(os.environ.get, displays)):
+        raise ValueError(
+            "--mode test_render needs a display, and neither DISPLAY nor "
+            "WAYLAND_DISPLAY is set: use --mode test --video FILE.mp4"
+        )
 
 
 def main(argv=None):

@@ -12,8 +12,8 @@ that bootstrap_value is the value of.
 An action is one integer, [T, B] with logits [T, B, A], or D of them, [T, B, D] with
 logits [T, B, D, A]: then its log-probability and entropy are sums over D.
 
-`mask` is False where a transition is not real because x_s was the last observation of an
-episode and x_{s+1} is the first of the next: no delta, no trace, no loss comes from it.
+`mask` is False where a transition is not real because x_s was the last observation of
+an episode and x_{s+1} is the first of the next: no delta, no trace, no loss there.
 An episode that ended at x_{s+1} has discounts[s] = 0 (terminated), or is bootstrapped
 from V(x_{s+1}) (truncated), which needs no argument at all.
 """
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 REDUCTIONS = ("sum", "mean")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class VTraceReturns(NamedTuple):
@@ -134,18 +135,12 @@ def from_importance_weights(
     """
     _check_float("log_rhos", log_rhos)
     if log_rhos.ndim != 2:
-        raise ValueError(
-            f"log_rhos has shape {tuple(log_rhos.shape)}, expected [T, B]"
-        )
+        raise ValueError(f"log_rhos has shape {tuple(log_rhos.shape)}, expected [T, B]")
     for name, x in dict(discounts=discounts, rewards=rewards, values=values).items():
         _check_float(name, x)
-        _check_same_shape(name, x, log_rhos)
+        _check_alike(name, x, log_rhos)
     _check_float("bootstrap_value", bootstrap_value)
-    if bootstrap_value.shape != log_rhos.shape[1:]:
-        raise ValueError(
-            f"bootstrap_value has shape {tuple(bootstrap_value.shape)}, "
-            f"expected [B] = {tuple(log_rhos.shape[1:])}"
-        )
+    _check_alike("bootstrap_value", bootstrap_value, log_rhos[-1], "log_rhos[-1]")
     mask = _check_mask(mask, log_rhos)
     for name, threshold in dict(
         clip_rho_threshold=clip_rho_threshold,
@@ -188,8 +183,9 @@ def compute_policy_gradient_loss(
     """-log pi(a_s|x_s) * advantage_s, summed over T and B (section 4.2)."""
     log_probs = action_log_probs(policy_logits, actions)
     _check_float("advantages", advantages)
-    _check_same_shape("advantages", advantages, log_probs, "log-probabilities")
-    return _reduce(-log_probs * advantages.detach(), mask, reduction)
+    _check_alike("advantages", advantages, log_probs, "log-probabilities")
+    advantages = _where(_check_mask(mask, log_probs), advantages.detach())
+    return _reduce(-log_probs * advantages, mask, reduction)
 
 
 def compute_baseline_loss(
@@ -203,6 +199,7 @@ def compute_baseline_loss(
         raise ValueError(
             f"advantages has shape {tuple(advantages.shape)}, expected [T, B]"
         )
+    advantages = _where(_check_mask(mask, advantages), advantages)
     return _reduce(0.5 * advantages.square(), mask, reduction)
 
 
@@ -259,7 +256,8 @@ def _clip(x: Tensor, threshold: float | None) -> Tensor:
 
 
 def _where(mask: Tensor | None, x: Tensor) -> Tensor:
-    # Not a product: 0 * inf is NaN, and what is masked may be anything.
+    # Not a product: 0 * inf is NaN, and masked targets may be anything. For the same
+    # reason targets are masked before they meet what has a gradient.
     return x if mask is None else torch.where(mask, x, 0.0)
 
 
@@ -287,7 +285,7 @@ def _check_logits(name: str, x: Tensor) -> None:
 
 
 def _check_actions(actions: Tensor, name: str, logits: Tensor) -> None:
-    if actions.is_floating_point() or actions.is_complex():
+    if actions.dtype not in INTEGERS:
         raise ValueError(f"actions has dtype {actions.dtype}, expected an integer one")
     if actions.shape != logits.shape[:-1]:
         raise ValueError(
@@ -296,12 +294,13 @@ def _check_actions(actions: Tensor, name: str, logits: Tensor) -> None:
         )
 
 
-def _check_same_shape(
+def _check_alike(
     name: str, x: Tensor, other: Tensor, other_name: str = "log_rhos"
 ) -> None:
-    if x.shape != other.shape:
+    if x.shape != other.shape or x.dtype != other.dtype:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}"
+            f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}, "
+            f"{other_name} {tuple(other.shape)} and {other.dtype}"
         )
 
 

@@ -1,0 +1,170 @@
+"""Environments that test one ability each, small enough to solve in seconds.
+
+    torchbeast/Catch-v0     credit over ten steps, from an image
+    torchbeast/Memory-v0    recurrent state: no network without one beats a return of 0
+    torchbeast/Bandit-v0    an action that depends on what is seen, and nothing else
+    torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
+
+Importing this module registers them; gymnasium.make("tests.envs:torchbeast/Catch-v0")
+imports it.
+"""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Catch(gymnasium.Env):
+    """A ball falls down a board; the paddle on the bottom row must be under it.
+
+    The observation is the board, float32 [rows, columns]: 1 at the ball and at the
+    paddle. Actions: 0 left, 1 stay, 2 right. The ball moves down a row with every
+    step, so an episode has rows - 1; its last reward is 1 or -1, every other is 0.
+    """
+
+    def __init__(self, rows=10, columns=5):
+        self.observation_space = spaces.Box(0, 1, (rows, columns), np.float32)
+        self.action_space = spaces.Discrete(3)
+        self.rows = rows
+        self.columns = columns
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.row = 0
+        self.column = int(self.np_random.integers(self.columns))
+        self.paddle = self.columns // 2
+        return self._board(), {}
+
+    def step(self, action):
+        self.row += 1
+        self.paddle = min(max(self.paddle + int(action) - 1, 0), self.columns - 1)
+        last = self.row == self.rows - 1
+        reward = (1.0 if self.paddle == self.column else -1.0) if last else 0.0
+        return self._board(), reward, last, False, {}
+
+    def _board(self):
+        board = np.zeros((self.rows, self.columns), np.float32)
+        board[self.row, self.column] = 1
+        board[-1, self.paddle] = 1
+        return board
+
+
+class Memory(gymnasium.Env):
+    """Remember a cue for `delay` blank steps, then act on it.
+
+    The observation is float32 [3]: (1, 0, 0) or (0, 1, 0) is the cue, shown once;
+    (0, 0, 0) a blank; (0, 0, 1) asks for the cue as an action, which pays 1 or -1.
+
+    Until asked, the agent must press 0: 1 ends the episode with -1. Without this rule
+    a network that sees its own last action (as ours do) needs no recurrent state: it
+    presses the cue until it is asked, and reads it off its last action.
+
+    The delay is short because a fresh nn.LSTM forgets half of its state every step.
+    """
+
+    def __init__(self, delay=2):
+        self.observation_space = spaces.Box(0, 1, (3,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.delay = delay
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        self.cue = int(self.np_random.integers(2))
+        return self._observation(self.cue), {}
+
+    def step(self, action):
+        self.t += 1
+        if self.t <= self.delay + 1 and int(action) == 0:
+            asked = self.t == self.delay + 1
+            return self._observation(2 if asked else None), 0.0, False, False, {}
+        right = self.t == self.delay + 2 and int(action) == self.cue
+        return self._observation(None), 1.0 if right else -1.0, True, False, {}
+
+    def _observation(self, index):
+        observation = np.zeros(3, np.float32)
+        if index is not None:
+            observation[index] = 1
+        return observation
+
+
+class Bandit(gymnasium.Env):
+    """One step: the right arm of n is the one after the context, and pays 1.
+
+    The observation is the context, Discrete(n); with nested=True it is a Dict of the
+    context and a distractor, float32 [2].
+    """
+
+    def __init__(self, n=4, nested=False):
+        context = spaces.Discrete(n)
+        distractor = spaces.Box(0, 1, (2,), np.float32)
+        self.observation_space = (
+            spaces.Dict({"context": context, "distractor": distractor})
+            if nested
+            else context
+        )
+        self.action_space = spaces.Discrete(n)
+        self.n = n
+        self.nested = nested
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.context = int(self.np_random.integers(self.n))
+        return self._observation(), {}
+
+    def step(self, action):
+        right = int(action) == (self.context + 1) % self.n
+        return self._observation(), float(right), True, False, {}
+
+    def _observation(self):
+        if not self.nested:
+            return self.context
+        distractor = self.np_random.random(2, np.float32)
+        return {"context": self.context, "distractor": distractor}
+
+
+class Counter(gymnasium.Env):
+    """Counts, whatever the action. The t-th step of an episode pays t.
+
+    The observation is int64 [3]: the number of observations since construction before
+    this one, the number of episodes before this one, the step in the episode. So two
+    steps that follow each other differ by 1 in the first number, also from a last
+    observation to the first of the next episode.
+
+    After `limit` steps the episode is truncated; with terminate=True, terminated.
+    """
+
+    def __init__(self, limit=5, terminate=False):
+        high = np.iinfo(np.int64).max
+        self.observation_space = spaces.Box(0, high, (3,), np.int64)
+        self.action_space = spaces.Discrete(2)
+        self.limit = limit
+        self.terminate = terminate
+        self.total = -1
+        self.episode = -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.total += 1
+        self.episode += 1
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.total += 1
+        self.t += 1
+        last = self.t >= self.limit
+        terminated, truncated = last and self.terminate, last and not self.terminate
+        return self._observation(), float(self.t), terminated, truncated, {}
+
+    def _observation(self):
+        return np.array([self.total, self.episode, self.t], np.int64)
+
+
+for _name in ("Catch", "Memory", "Bandit", "Counter"):
+    if f"torchbeast/{_name}-v0" not in gymnasium.registry:
+        gymnasium.register(
+            f"torchbeast/{_name}-v0",
+            f"tests.envs:{_name}",
+            nondeterministic=_name == "Counter",  # A reset doesn't undo its count.
+        )

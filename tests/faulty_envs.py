@@ -1,0 +1,81 @@
+"""Environments that go wrong in one way each, for the tests that drive the programs.
+
+--env tests.faulty_envs:Raises-v0 (Gymnasium's syntax: import the module, then make).
+"""
+
+import time
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Base(gymnasium.Env):
+    """Episodes of 10 steps, reward 1 each. Goes wrong at the 300th step."""
+
+    observation_space = spaces.Box(0, 1, (3,), np.float32)
+    action_space = spaces.Discrete(2)
+    num_steps = 0
+    t = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observation(), {}
+
+    def step(self, action):
+        self.t += 1
+        self.num_steps += 1
+        return self.observation(), self.reward(), self.t == 10, False, {}
+
+    def observation(self):
+        return np.full(3, self.t / 10, np.float32)
+
+    def reward(self):
+        return 1.0
+
+
+class Raises(Base):
+    def reward(self):
+        if self.num_steps == 300:
+            raise RuntimeError("the ball went through the floor")
+        return 1.0
+
+
+class NaNReward(Base):
+    def reward(self):
+        return float("nan") if self.num_steps >= 300 else 1.0
+
+
+class Stuck(Base):
+    def reward(self):
+        if self.num_steps == 300:
+            time.sleep(3600)
+        return 1.0
+
+
+class Continuous(Base):
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+
+class Text(Base):
+    observation_space = spaces.Text(10)
+
+
+class Nested(Base):
+    """Works: nested observations of every supported kind, two numbers for an action."""
+
+    observation_space = spaces.Dict(
+        image=spaces.Box(0, 255, (24, 24, 3), np.uint8),
+        inventory=spaces.Tuple([spaces.Discrete(4, start=1), spaces.MultiBinary(5)]),
+        cards=spaces.MultiDiscrete([3, 7]),
+        speed=spaces.Box(-np.inf, np.inf, (), np.float64),
+    )
+    action_space = spaces.MultiDiscrete([2, 5])
+
+    def observation(self):
+        return self.observation_space.sample()
+
+
+for _env in (Base, Raises, NaNReward, Stuck, Continuous, Text, Nested):
+    gymnasium.register(f"{_env.__name__}-v0", entry_point=_env)

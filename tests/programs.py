@@ -1,0 +1,145 @@
+"""Starts the real programs, as a user would, and looks at what they leave behind."""
+
+import csv
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+TIMEOUT_S = 120
+
+
+def command(*args, module="monobeast"):
+    return [sys.executable, "-m", module, *map(str, args)]
+
+
+def run(*args, **kwargs):
+    """Runs the program to its end. Its output is in .stdout and .stderr."""
+    return subprocess.run(
+        command(*args),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        **kwargs,
+    )
+
+
+class Program:
+    """The program in the background; wait_for() reads its stderr line by line."""
+
+    def __init__(self, *args):
+        self.shm_before = shared_memory()
+        self.process = subprocess.Popen(
+            command(*args),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+        self._lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, text, timeout_s=TIMEOUT_S):
+        """The next line with this text in it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(
+                    f"no {text!r} within {timeout_s} s:\n{self.output}"
+                ) from None
+            if line is None:
+                raise AssertionError(f"ended without {text!r}:\n{self.output}")
+            self.output += line
+            if text in line:
+                return line
+
+    def actors(self):
+        """Process ids of the actors. (multiprocessing has helpers of its own.)"""
+        return [
+            pid for pid in children(self.process.pid) if "spawn_main" in cmdline(pid)
+        ]
+
+    def signal(self, signum):
+        self.process.send_signal(signum)
+
+    def end(self, timeout_s=TIMEOUT_S):
+        """Waits for the end. Returns the exit code; all output is in .output. Asserts
+        that nothing is left behind."""
+        code = self.process.wait(timeout_s)
+        while (line := self._lines.get(timeout=10)) is not None:
+            self.output += line
+        deadline = time.monotonic() + 10  # Orphans need a moment to notice.
+        while (left := session(self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"processes left behind: {[cmdline(p) for p in left]}"
+        assert shared_memory() <= self.shm_before
+        return code
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+def _stat(pid):
+    """Fields of /proc/pid/stat from the state on, or None."""
+    try:
+        fields = (
+            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        )
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields
+
+
+def _processes(field, value):
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [p for p in pids if (s := _stat(p)) and int(s[field]) == value]
+
+
+def children(pid):
+    return _processes(1, pid)
+
+
+def session(pid):
+    """All processes of the session that pid leads, pid excepted."""
+    return [p for p in _processes(3, pid) if p != pid]
+
+
+def cmdline(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def read_logs(path):
+    """The rows of logs.csv as dicts of strings."""
+    with open(path / "logs.csv", newline="") as f:
+        return list(csv.DictReader(f))

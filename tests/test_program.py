@@ -1,0 +1,401 @@
+"""The real program: faults, signals, resume, bad input, what it prints and leaves."""
+
+import json
+import os
+import pathlib
+import pty
+import re
+import resource
+import signal
+import subprocess
+
+import pytest
+import torch
+
+import experiment
+from tests import programs
+from tests.programs import ROOT, Program, read_logs, run
+
+FAULTY = "tests.faulty_envs:"
+SMALL = ("--num_actors", 2, "--envs_per_actor", 2, "--batch_size", 2)
+
+
+@pytest.fixture
+def savedir(tmp_path):
+    return tmp_path / "logs"
+
+
+def small_run(savedir, *args, env="CartPole-v1", steps=4000):
+    return ("--env", env, "--savedir", savedir, "--xpid", "x", "--total_steps", steps,
+            *SMALL, *args)  # fmt: skip
+
+
+def serial_run(savedir, *args, **kwargs):
+    return small_run(savedir, "--num_actors", 0, *args, **kwargs)
+
+
+def load(savedir):
+    return torch.load(savedir / "x" / "model.tar", weights_only=True)
+
+
+# A whole run.
+
+
+def test_run_writes_everything_it_promises(savedir):
+    result = run(*small_run(savedir, "--seed", 7))
+    assert result.returncode == 0, result.stderr
+    path = savedir / "x"
+    assert (savedir / "latest").resolve() == path.resolve()
+    meta = json.loads((path / "meta.json").read_text())
+    assert meta["flags"]["seed"] == 7 and meta["flags"]["total_steps"] == 4000
+    assert meta["versions"]["torch"] == torch.__version__
+    assert {"git", "host", "cpu", "gpu", "command", "num_cores"} <= meta.keys()
+    rows = read_logs(path)
+    assert list(rows[0]) == list(experiment.COLUMNS)
+    assert [int(r["step"]) for r in rows] == [1000, 2000, 3000, 4000]
+    for row in rows:
+        for name in ("total_loss", "pg_loss", "baseline_loss", "entropy_loss"):
+            assert float(row[name]) == pytest.approx(float(row[name]), abs=1e9)
+        assert float(row["policy_lag"]) >= 0 and float(row["rss_mb"]) > 10
+    assert any(r["episode_return"] for r in rows)
+    assert list(path.glob("events.out.tfevents.*"))
+    assert "step 4000" in (path / "out.log").read_text()
+    checkpoint = load(savedir)
+    assert checkpoint["step"] == 4000 and checkpoint["flags"]["env"] == "CartPole-v1"
+    assert {"model", "optimizer", "scheduler", "rng"} <= checkpoint.keys()
+    # The last line is the command that tests the agent: it works as it stands.
+    words = result.stderr.strip().splitlines()[-1].split("test it: python -m monobeast")
+    test = run(*words[1].split(), "--num_test_episodes", 3)
+    assert test.returncode == 0, test.stderr
+    assert len(re.findall(r"^episode \d: ", test.stdout, re.M)) == 3
+    assert "mean return" in test.stdout and "standard error" in test.stdout
+    assert len(json.loads((path / "test.json").read_text())["returns"]) == 3
+
+
+def test_same_seed_in_serial_mode_writes_identical_losses(tmp_path):
+    rows = []
+    for name in ("a", "b"):
+        result = run(*serial_run(tmp_path / name, "--seed", 3, "--use_lstm"))
+        assert result.returncode == 0, result.stderr
+        rows.append(read_logs(tmp_path / name / "x"))
+    timed = {"seconds", "sps", "rss_mb"}
+    for a, b in zip(*rows, strict=True):
+        assert {k: a[k] for k in a.keys() - timed} == {
+            k: b[k] for k in b.keys() - timed
+        }
+    other = run(*serial_run(tmp_path / "c", "--seed", 4, "--use_lstm"))
+    assert other.returncode == 0
+    assert read_logs(tmp_path / "c" / "x")[0]["total_loss"] != rows[0][0]["total_loss"]
+
+
+@pytest.mark.parametrize("args", [[], ["--use_lstm"]])
+def test_nested_observations_and_actions_train(savedir, args):
+    result = run(*serial_run(savedir, *args, env=FAULTY + "Nested-v0", steps=500))
+    assert result.returncode == 0, result.stderr
+
+
+def test_several_learner_threads_learn_every_step_once(savedir):
+    result = run(*small_run(savedir, "--num_threads", 3, "--log_interval_steps", 40))
+    assert result.returncode == 0, result.stderr
+    steps = [int(row["step"]) for row in read_logs(savedir / "x")]
+    assert steps == list(range(40, 4001, 40))
+
+
+def test_atari_trains_tests_and_records_a_video(savedir, tmp_path):
+    import cv2
+
+    env = "BreakoutNoFrameskip-v4"
+    result = run(*small_run(savedir, env=env, steps=600))
+    assert result.returncode == 0, result.stderr
+    video = tmp_path / "game.mp4"
+    args = ("--num_test_episodes", 2, "--sample_actions", "--video", video)
+    result = run("--env", env, "--savedir", savedir, "--mode", "test", *args)
+    assert result.returncode == 0, result.stderr
+    lengths = json.loads((savedir / "x" / "test.json").read_text())["steps"]
+    frames = cv2.VideoCapture(str(video))
+    assert frames.get(cv2.CAP_PROP_FRAME_COUNT) == lengths[0] + 1
+    assert frames.get(cv2.CAP_PROP_FRAME_HEIGHT) == 210
+
+
+def test_terminal_shows_a_live_line(savedir):
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        programs.command(*serial_run(savedir, steps=20000)),
+        cwd=ROOT, stderr=follower, stdout=follower, stdin=follower,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )  # fmt: skip
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            output += os.read(leader, 65536)
+        except OSError:  # The other end is closed.
+            break
+    assert process.wait() == 0
+    text = output.decode()
+    assert re.search(r"step [\d,]+ of 20,000 .* steps/s .* ETA .* return .* loss", text)
+    assert "\x1b[?25h" in text  # The cursor is shown again.
+
+
+def test_help_comes_in_sections_with_defaults():
+    text = run("--help").stdout
+    for section in ("run", "environment", "training", "loss", "actors", "test"):
+        assert re.search(rf"^{section}.*:$", text, re.M)
+    assert "(default: 0.99)" in text
+
+
+# Resume.
+
+
+def test_same_command_resumes_where_it_was(savedir):
+    assert run(*small_run(savedir)).returncode == 0
+    optimizer_steps = load(savedir)["optimizer"]["state"][0]["step"]
+    result = run(*small_run(savedir, steps=6000))
+    assert result.returncode == 0, result.stderr
+    assert "resuming" in result.stderr and "at step 4000" in result.stderr
+    rows = read_logs(savedir / "x")
+    assert [int(r["step"]) for r in rows] == [1000, 2000, 3000, 4000, 5000, 6000]
+    seconds = [float(r["seconds"]) for r in rows]
+    assert seconds == sorted(seconds)
+    checkpoint = load(savedir)
+    assert checkpoint["optimizer"]["state"][0]["step"] == 1.5 * optimizer_steps
+    meta = json.loads((savedir / "x" / "meta.json").read_text())
+    assert meta["first_step"] == 4000 and len(meta["earlier_sessions"]) == 1
+
+
+def test_finished_run_is_not_trained_further(savedir):
+    assert run(*serial_run(savedir, steps=400)).returncode == 0
+    result = run(*serial_run(savedir, steps=400))
+    assert result.returncode == 0 and load(savedir)["step"] == 400
+
+
+def test_disable_checkpoint_neither_reads_nor_writes_one(savedir):
+    assert run(*serial_run(savedir, "--disable_checkpoint", steps=400)).returncode == 0
+    assert not (savedir / "x" / "model.tar").exists()
+
+
+def test_checkpoint_is_written_at_intervals(savedir):
+    args = ("--checkpoint_interval_seconds", 0.5)
+    with Program(*small_run(savedir, *args, steps=10**8)) as program:
+        program.wait_for("return")
+        steps = set()
+        while len(steps) < 2:  # Each time a whole one, whenever it is looked at.
+            if (savedir / "x" / "model.tar").exists():
+                steps.add(load(savedir)["step"])
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert load(savedir)["step"] >= max(steps)
+
+
+# Faults.
+
+
+def test_killed_actor_is_replaced_and_training_goes_on(savedir):
+    args = ("--log_interval_steps", 100)
+    with Program(*small_run(savedir, *args, steps=10**8)) as program:
+        program.wait_for("return")
+        for _ in range(3):  # At any moment: also one that has just been started.
+            os.kill(program.actors()[0], signal.SIGKILL)
+            assert "SIGKILL" in program.wait_for("died")
+            program.wait_for("is restarted")
+        before = len(read_logs(savedir / "x"))
+        program.wait_for("return")
+        program.wait_for("return")
+        assert len(read_logs(savedir / "x")) > before
+        program.signal(signal.SIGINT)
+        assert program.end(timeout_s=10) == 128 + signal.SIGINT
+
+
+def test_exception_in_an_actor_is_shown_and_the_run_ends_after_the_last_restart(
+    savedir,
+):
+    args = ("--max_actor_restarts", 2)
+    result = run(*small_run(savedir, *args, env=FAULTY + "Raises-v0", steps=10**8))
+    assert result.returncode == 1
+    assert result.stderr.count("RuntimeError: the ball went through the floor") == 3
+    assert "died after 2 restarts of actors (--max_actor_restarts)" in result.stderr
+    assert load(savedir)["step"] > 0
+
+
+def test_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(savedir):
+    assert (
+        run(*serial_run(savedir, env=FAULTY + "NaNReward-v0", steps=400)).returncode
+        == 0
+    )
+    before = (savedir / "x" / "model.tar").read_bytes()
+    for start in (serial_run, small_run):
+        result = run(*start(savedir, env=FAULTY + "NaNReward-v0", steps=10**6))
+        assert result.returncode == 1
+        assert re.search(r"total_loss is nan at step \d+", result.stderr)
+        assert "Traceback" not in result.stderr
+        assert (savedir / "x" / "model.tar").read_bytes() == before
+
+
+def test_full_disk_while_logging_ends_the_run_with_one_error(savedir):
+    assert run(*serial_run(savedir, steps=400)).returncode == 0
+    before = (savedir / "x" / "model.tar").read_bytes()
+    (savedir / "x" / "logs.csv").unlink()
+    (savedir / "x" / "logs.csv").symlink_to("/dev/full")
+    result = run(*serial_run(savedir, steps=10**6))
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert (savedir / "x" / "model.tar").read_bytes() == before
+
+
+def test_full_disk_while_saving_keeps_the_last_checkpoint(savedir):
+    assert run(*serial_run(savedir, steps=400)).returncode == 0
+    before = (savedir / "x" / "model.tar").read_bytes()
+
+    def limit():  # A file can grow to half a checkpoint, no further.
+        size = len(before) // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    for start in (serial_run, small_run):
+        result = run(*start(savedir, steps=2000), preexec_fn=limit)
+        assert result.returncode == 1
+        assert "File too large" in result.stderr and "model.tar" in result.stderr
+        assert "Traceback" not in result.stderr
+        assert (savedir / "x" / "model.tar").read_bytes() == before
+        assert not list((savedir / "x").glob("*.tmp"))
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_ends_within_seconds(savedir, signum):
+    with Program(*small_run(savedir, steps=10**8)) as program:
+        program.wait_for("return")
+        program.signal(signum)
+        assert program.end(timeout_s=10) == 128 + signum
+        assert f"stopped by {signum.name}" in program.output
+        assert "Traceback" not in program.output
+    assert load(savedir)["step"] > 0
+
+
+def test_ctrl_c_reaches_the_whole_group_and_still_saves(savedir):
+    with Program(*small_run(savedir, steps=10**8)) as program:
+        program.wait_for("return")
+        os.killpg(program.process.pid, signal.SIGINT)
+        assert program.end(timeout_s=10) == 128 + signal.SIGINT
+        assert "Traceback" not in program.output
+    assert load(savedir)["step"] > 0
+
+
+def test_signal_in_serial_mode_saves(savedir):
+    with Program(*serial_run(savedir, steps=10**8)) as program:
+        program.wait_for("return")
+        program.signal(signal.SIGINT)
+        assert program.end(timeout_s=10) == 128 + signal.SIGINT
+    assert load(savedir)["step"] > 0
+
+
+def test_actor_stuck_in_its_environment_does_not_hold_up_the_end(savedir):
+    with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
+        program.wait_for("results in")
+        while len(program.actors()) < 2:
+            pass
+        program.signal(signal.SIGTERM)
+        assert program.end(timeout_s=10) == 128 + signal.SIGTERM
+
+
+def test_second_signal_quits_at_once(savedir):
+    with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
+        program.wait_for("return")
+        program.signal(signal.SIGTERM)
+        program.signal(signal.SIGINT)
+        assert program.end(timeout_s=10) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def test_killed_learner_leaves_no_actor_and_no_shared_memory(savedir):
+    with Program(*small_run(savedir, steps=10**8)) as program:
+        program.wait_for("return")
+        program.signal(signal.SIGKILL)
+        assert program.end() == -signal.SIGKILL
+
+
+# Bad input: one line, exit code 2, nothing started.
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--env", "PongNoFramskip-v4"], ["PongNoFramskip-v4", "PongNoFrameskip-v4"]),
+        (["--env", "no.such.module:Env-v0"], ["no.such.module"]),
+        (["--learning_rate", "-1"], ["--learning_rate", "-1", "> 0"]),
+        (["--learning_rate", "fast"], ["--learning_rate", "'fast'", "not a number"]),
+        (["--batch_size", "0"], ["--batch_size", "0", ">= 1"]),
+        (["--discounting", "1.5"], ["--discounting", "1.5", "<= 1"]),
+        (["--unroll_length", "nan"], ["--unroll_length", "not an integer"]),
+        (["--entropy_cost", "nan"], ["--entropy_cost", "nan"]),
+        (["--batchsize", "3"], ["--batchsize"]),
+        (["--num_actors", "3", "--envs_per_actor", "4", "--num_buffers", "8"],
+         ["--num_buffers 8", "--num_actors 3", "--batch_size"]),
+        (["--num_buffers", "2000000000"], ["shared memory", "bytes", "/dev/shm"]),
+        (["--mode", "test"], ["no checkpoint at", "model.tar"]),
+        (["--mode", "test", "--xpid", "absent"], ["absent/model.tar"]),
+        (["--mode", "test_render"], ["DISPLAY"]),
+        (["--xpid", "a/b"], ["--xpid", "a/b"]),
+        (["--env", FAULTY + "Continuous-v0"], ["action space Box", "Discrete"]),
+        (["--env", FAULTY + "Text-v0"], ["observation space Text"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(savedir, args, words):
+    env = {k: v for k, v in os.environ.items() if "DISPLAY" not in k}
+    defaults = [] if "--env" in args else ["--env", "CartPole-v1"]
+    result = run("--savedir", savedir, *defaults, *args, env=env)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert not savedir.exists()
+
+
+def test_savedir_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")  # Root may write anywhere, but not in a file.
+    result = run("--env", "CartPole-v1", "--savedir", tmp_path / "file" / "logs")
+    assert result.returncode == 2
+    assert str(tmp_path / "file") in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--env", "Acrobot-v1"], ["CartPole-v1", "Acrobot-v1"]),
+        (["--use_lstm"], ["another network", "core.weight_ih_l0", "not there"]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "test"])
+def test_checkpoint_that_does_not_fit_is_refused_naming_the_mismatch(
+    savedir, mode, args, words
+):
+    assert run(*serial_run(savedir, steps=200)).returncode == 0
+    result = run(*serial_run(savedir, "--mode", mode, *args))
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+
+
+class Evil:
+    def __reduce__(self):
+        return (pathlib.Path.touch, (pathlib.Path("/tmp/torchbeast-was-here"),))
+
+
+@pytest.mark.parametrize("content", ["pickle", "garbage", "cut"])
+def test_damaged_or_hostile_checkpoint_is_refused_and_not_run(savedir, content):
+    assert run(*serial_run(savedir, steps=200)).returncode == 0
+    path = savedir / "x" / "model.tar"
+    if content == "pickle":
+        torch.save({"model": Evil(), "flags": {}}, path)
+    elif content == "garbage":
+        path.write_bytes(b"garbage")
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    result = run(*serial_run(savedir))
+    assert result.returncode == 2
+    assert "not a checkpoint that can be read" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not pathlib.Path("/tmp/torchbeast-was-here").exists()

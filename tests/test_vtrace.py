@@ -1,0 +1,733 @@
+"""V-trace and the losses against slow, obvious versions of the paper's formulas."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import vtrace
+
+# T transitions, batch size B, A actions, D of them at once. All different, so that a
+# transposed argument has a wrong shape.
+T, B, A, D = 4, 3, 5, 2
+
+THRESHOLDS = ("clip_rho_threshold", "clip_pg_rho_threshold", "clip_c_threshold")
+RECURSION = ("log_rhos", "discounts", "rewards", "values", "bootstrap_value", "mask")
+POLICIES = ("behavior_policy_logits", "target_policy_logits", "actions")
+LOSSES = (*POLICIES, *RECURSION[1:])
+COSTS = dict(baseline_cost=0.5, entropy_cost=0.01)
+
+fifty_times = settings(max_examples=50, deadline=None)
+exactly = functools.partial(assert_close, rtol=0, atol=0)
+
+
+def example(T=T, B=B, logits_shape=(A,), seed=0, dtype=torch.float64):
+    """Every argument of every function in vtrace, off-policy, with some masked."""
+    generator = torch.Generator().manual_seed(seed)
+    random = functools.partial(torch.randn, generator=generator, dtype=dtype)
+    uniform = functools.partial(torch.rand, generator=generator, dtype=dtype)
+
+    gammas = torch.tensor([0.0, 0.5, 0.9, 1.0], dtype=dtype)
+    actions_shape = (T, B, *logits_shape[:-1])
+    return dict(
+        behavior_policy_logits=random(T, B, *logits_shape),
+        target_policy_logits=random(T, B, *logits_shape),
+        actions=torch.randint(logits_shape[-1], actions_shape, generator=generator),
+        log_rhos=3 * uniform(T, B) - 1.5,
+        discounts=gammas[torch.randint(len(gammas), (T, B), generator=generator)],
+        rewards=random(T, B),
+        values=random(T, B),
+        bootstrap_value=random(B),
+        mask=uniform(T, B) < 0.7,
+        advantages=random(T, B),
+    )
+
+
+def only(kwargs, *names):
+    return {name: kwargs[name] for name in names}
+
+
+def recursion_inputs(**changes):
+    return only(example(), *RECURSION[:-1]) | changes
+
+
+def loss_inputs(**changes):
+    return only(example(), *LOSSES) | COSTS | changes
+
+
+examples = st.builds(
+    example,
+    T=st.integers(1, 8),
+    B=st.integers(1, 4),
+    logits_shape=st.sampled_from([(2,), (5,), (1, 3), (3, 4)]),
+    seed=st.integers(0, 2**32),
+)
+threshold_values = st.sampled_from([None, 0.0, 0.3, 1.0, 2.0])
+thresholds = st.fixed_dictionaries(
+    dict.fromkeys(THRESHOLDS, threshold_values)
+    | {"lambda_": st.sampled_from([0.0, 0.5, 1.0])}
+)
+
+
+# --- The slow, obvious versions. -----------------------------------------------------
+
+
+def slow_vtrace(
+    log_rhos, discounts, rewards, values, bootstrap_value, mask=None, **limits
+):
+    """Equation (1) of the paper, its sum and product as loops over plain numbers:
+
+    v_s = V(x_s) + sum_{t=s}^{T-1} (prod_{i=s}^{t-1} gamma_i * c_i) * delta_t
+    """
+    rho_bar, pg_rho_bar, c_bar = (limits.get(name, 1.0) for name in THRESHOLDS)
+    lambda_ = limits.get("lambda_", 1.0)
+    T, B = log_rhos.shape
+    mask = torch.ones(T, B, dtype=torch.bool) if mask is None else mask
+    vs, advantages = torch.zeros_like(values), torch.zeros_like(values)
+
+    def clip(rho, threshold):
+        return rho if threshold is None else min(threshold, rho)
+
+    for b in range(B):
+        gamma = discounts[:, b].tolist()
+        r = rewards[:, b].tolist()
+        real = mask[:, b].tolist()
+        V = [*values[:, b].tolist(), bootstrap_value[b].item()]
+        rho = [math.exp(log_rho) for log_rho in log_rhos[:, b].tolist()]
+
+        c, delta = [0.0] * T, [0.0] * T
+        for t in range(T):
+            if real[t]:
+                c[t] = lambda_ * clip(rho[t], c_bar)
+                td_error = r[t] + gamma[t] * V[t + 1] - V[t]
+                delta[t] = clip(rho[t], rho_bar) * td_error
+
+        v = [0.0] * T + [V[T]]
+        for s in range(T):
+            v[s] = V[s]
+            for t in range(s, T):
+                product = 1.0
+                for i in range(s, t):
+                    product *= gamma[i] * c[i]
+                v[s] += product * delta[t]
+
+        for s in range(T):
+            vs[s, b] = v[s]
+            if real[s]:
+                advantage = r[s] + gamma[s] * v[s + 1] - V[s]
+                advantages[s, b] = clip(rho[s], pg_rho_bar) * advantage
+    return vs, advantages
+
+
+def slow_log_prob(logits, action):
+    """Of one action under logits [A], or of D of them under logits [D, A]."""
+    if logits.ndim == 2:
+        return sum(map(slow_log_prob, logits, action))
+    return math.log(math.exp(logits[action]) / sum(map(math.exp, logits.tolist())))
+
+
+def slow_log_probs(logits, actions):  # [T, B]
+    rows = [map(slow_log_prob, *row) for row in zip(logits, actions)]
+    return torch.tensor([list(row) for row in rows], dtype=logits.dtype)
+
+
+def slow_mean_or_sum(losses, mask, reduction):
+    real = (losses if mask is None else losses[mask]).flatten().tolist()
+    result = sum(real) / len(real) if reduction == "mean" else sum(real)
+    return torch.tensor(result, dtype=losses.dtype)
+
+
+def loss_weights(like, mask, reduction):
+    """The derivative of a loss by what each transition [T, B] adds to it."""
+    weights = torch.ones_like(like) if mask is None else mask.to(like.dtype)
+    return weights / weights.sum() if reduction == "mean" else weights
+
+
+def per_transition(x, like):  # [T, B] -> [T, B, 1] or [T, B, 1, 1]
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+# --- The targets. --------------------------------------------------------------------
+
+
+@fifty_times
+@given(kwargs=examples, thresholds=thresholds, masked=st.booleans())
+def test_targets_are_the_double_sum_of_the_paper(kwargs, thresholds, masked):
+    kwargs = only(kwargs, *RECURSION) | thresholds
+    kwargs["mask"] = kwargs["mask"] if masked else None
+    returns = vtrace.from_importance_weights(**kwargs)
+    assert_close(tuple(returns), slow_vtrace(**kwargs))
+
+
+def test_all_thresholds_and_lambda_are_one_by_default():
+    ones = dict.fromkeys((*THRESHOLDS, "lambda_"), 1.0)
+    for function, names in (
+        (vtrace.from_importance_weights, RECURSION),
+        (vtrace.from_logits, LOSSES),
+    ):
+        kwargs = only(example(), *names)
+        exactly(function(**kwargs), function(**kwargs, **ones))
+
+
+@fifty_times
+@given(kwargs=examples)
+def test_on_policy_vs_is_the_discounted_return(kwargs):
+    kwargs = only(kwargs, *RECURSION[:-1])
+    T, B = kwargs["log_rhos"].shape
+    kwargs["log_rhos"] = torch.zeros(T, B, dtype=torch.float64)
+    vs, advantages = vtrace.from_importance_weights(**kwargs)
+    for s in range(T):
+        ret, discount = torch.zeros(B, dtype=torch.float64), 1.0
+        for t in range(s, T):
+            ret = ret + discount * kwargs["rewards"][t]
+            discount = discount * kwargs["discounts"][t]
+        ret = ret + discount * kwargs["bootstrap_value"]
+        assert_close(vs[s], ret)
+        assert_close(advantages[s], ret - kwargs["values"][s])
+
+
+def test_an_importance_weight_that_overflows_is_clipped():
+    kwargs = only(example(dtype=torch.float32), *RECURSION[:-1])
+    one, large = torch.zeros(T, B), torch.full((T, B), 1000.0)
+    exactly(
+        vtrace.from_importance_weights(**kwargs | dict(log_rhos=large)),
+        vtrace.from_importance_weights(**kwargs | dict(log_rhos=one)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_keep_shape_and_dtype(dtype):
+    returns = vtrace.from_logits(**only(example(dtype=dtype), *LOSSES))
+    for name, x in returns._asdict().items():
+        assert x.shape == (T, B), name
+        assert x.dtype == dtype, name
+
+
+def test_no_argument_is_written_to():
+    kwargs = loss_inputs()
+    before = {name: kwargs[name].clone() for name in LOSSES}
+    vtrace.compute_losses(**kwargs)
+    exactly(only(kwargs, *before), before)
+
+
+def test_no_gradient_flows_through_targets():
+    kwargs = example()
+    for x in kwargs.values():
+        x.requires_grad_(x.is_floating_point())
+    for returns in (
+        vtrace.from_importance_weights(**only(kwargs, *RECURSION)),
+        vtrace.from_logits(**only(kwargs, *LOSSES)),
+    ):
+        assert not returns.vs.requires_grad
+        assert not returns.pg_advantages.requires_grad
+    assert not returns.log_rhos.requires_grad
+    assert returns.target_action_log_probs.requires_grad
+
+
+# --- The two policies. ---------------------------------------------------------------
+
+
+def test_rho_is_the_target_policy_over_the_behavior_policy():
+    """One step, two actions, by hand: mu = (0.8, 0.2), pi = (0.4, 0.6)."""
+    mu = torch.tensor([0.8, 0.2], dtype=torch.float64)
+    pi = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    row = torch.ones(1, 2, dtype=torch.float64)  # Column 0 took action 0, 1 took 1.
+    returns = vtrace.from_logits(
+        behavior_policy_logits=mu.log().expand(1, 2, 2),
+        target_policy_logits=pi.log().expand(1, 2, 2),
+        actions=torch.tensor([[0, 1]]),
+        discounts=0.9 * row,
+        rewards=row,
+        values=2 * row,
+        bootstrap_value=10 * row[0],
+        clip_rho_threshold=None,
+        clip_pg_rho_threshold=2.0,
+    )
+    # The TD error is 1 + 0.9 * 10 - 2 = 8; rho is 0.4 / 0.8 and 0.6 / 0.2.
+    assert_close(returns.log_rhos.exp(), torch.tensor([[0.5, 3.0]]).double())
+    assert_close(returns.vs, torch.tensor([[2 + 0.5 * 8, 2 + 3 * 8]]).double())
+    assert_close(returns.pg_advantages, torch.tensor([[0.5 * 8, 2.0 * 8]]).double())
+
+
+@fifty_times
+@given(kwargs=examples, thresholds=thresholds, masked=st.booleans())
+def test_from_logits_takes_rhos_from_both_log_probabilities(kwargs, thresholds, masked):
+    kwargs["mask"] = kwargs["mask"] if masked else None
+    rest = only(kwargs, *RECURSION[1:]) | thresholds
+    returns = vtrace.from_logits(**only(kwargs, *POLICIES), **rest)
+
+    actions = kwargs["actions"]
+    log_mu = slow_log_probs(kwargs["behavior_policy_logits"], actions)
+    log_pi = slow_log_probs(kwargs["target_policy_logits"], actions)
+    assert_close(returns.behavior_action_log_probs, log_mu)
+    assert_close(returns.target_action_log_probs, log_pi)
+    assert_close(returns.log_rhos, log_pi - log_mu)
+
+    expected = vtrace.from_importance_weights(log_rhos=log_pi - log_mu, **rest)
+    assert_close(returns.vs, expected.vs)
+    assert_close(returns.pg_advantages, expected.pg_advantages)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_actions_may_have_any_integer_dtype(dtype):
+    kwargs = only(example(), *LOSSES)
+    exactly(
+        vtrace.from_logits(**kwargs | dict(actions=kwargs["actions"].to(dtype))),
+        vtrace.from_logits(**kwargs),
+    )
+
+
+def test_one_choice_of_multi_discrete_is_discrete():
+    kwargs = loss_inputs()
+    multi = dict(
+        behavior_policy_logits=kwargs["behavior_policy_logits"].unsqueeze(2),
+        target_policy_logits=kwargs["target_policy_logits"].unsqueeze(2),
+        actions=kwargs["actions"].unsqueeze(2),
+    )
+    assert_close(
+        vtrace.compute_losses(**kwargs | multi), vtrace.compute_losses(**kwargs)
+    )
+
+
+def test_a_padded_impossible_choice_counts_for_nothing():
+    """D = 2 choices among 5 and among 3, the latter padded to 5 with logits -1e9."""
+    kwargs = loss_inputs(
+        **only(example(logits_shape=(D, A), dtype=torch.float32), *POLICIES)
+        | only(example(dtype=torch.float32), *RECURSION[1:])
+    )
+    mu, pi = kwargs["behavior_policy_logits"], kwargs["target_policy_logits"]
+    kwargs["actions"][:, :, 1] %= 3
+    mu[:, :, 1, 3:] = pi[:, :, 1, 3:] = -1e9
+    mu.requires_grad_()
+    pi.requires_grad_()
+    losses = vtrace.compute_losses(**kwargs)
+    losses.total.backward()
+
+    def chosen(logits):
+        return slow_log_probs(logits[:, :, 0], kwargs["actions"][:, :, 0]) + (
+            slow_log_probs(logits[:, :, 1, :3], kwargs["actions"][:, :, 1])
+        )
+
+    assert_close(losses.vtrace.target_action_log_probs.detach(), chosen(pi.detach()))
+    assert_close(losses.vtrace.behavior_action_log_probs.detach(), chosen(mu.detach()))
+    mask = kwargs["mask"]
+    assert_close(
+        losses.entropy,
+        vtrace.compute_entropy_loss(pi[:, :, 0], mask)
+        + vtrace.compute_entropy_loss(pi[:, :, 1, :3], mask),
+    )
+    assert all(loss.isfinite() for loss in losses[:4])
+    assert pi.grad.isfinite().all()
+    assert pi.grad[:, :, 1, 3:].count_nonzero() == 0
+    assert mu.grad is None  # The behavior policy is not learned.
+
+
+# --- Episode ends. -------------------------------------------------------------------
+
+
+def halves(kwargs, b, k, bootstrap_value, next_start):
+    """Column b of the rollout, cut: transitions [0, k) and [next_start, T)."""
+
+    def cut(start, stop, bootstrap_value):
+        half = {
+            name: kwargs[name][start:stop, b : b + 1]
+            for name in (*POLICIES, "discounts", "rewards", "values")
+        }
+        return half | dict(bootstrap_value=bootstrap_value)
+
+    first = cut(0, k, bootstrap_value)
+    second = cut(next_start, None, kwargs["bootstrap_value"][b : b + 1])
+    return [half for half in (first, second) if len(half["rewards"])]
+
+
+def run(kwargs):
+    """The losses, and their total's gradients by the target policy and the values."""
+    names = ("target_policy_logits", "values", "bootstrap_value")
+    leaves = {name: kwargs[name].clone().requires_grad_() for name in names}
+    losses = vtrace.compute_losses(**kwargs | leaves)
+    losses.total.backward()
+    assert leaves["bootstrap_value"].grad is None
+    return losses, leaves["target_policy_logits"].grad, leaves["values"].grad
+
+
+def check_is_made_of(halves, kwargs, b, where, thresholds):
+    """All of column b's transitions in `where` come out as in the halves alone."""
+    kwargs = {name: x if x.ndim == 1 else x[:, b : b + 1] for name, x in kwargs.items()}
+    kwargs["bootstrap_value"] = kwargs["bootstrap_value"][b : b + 1]
+    options = COSTS | thresholds
+    whole, *whole_grads = run(kwargs | options)
+    parts, *parts_grads = zip(*[run(half | options) for half in halves])
+
+    for name in ("vs", "pg_advantages"):
+        together = torch.cat([getattr(part.vtrace, name) for part in parts])
+        assert_close(getattr(whole.vtrace, name)[where], together)
+    for whole_grad, part_grads in zip(whole_grads, parts_grads):
+        assert_close(whole_grad[where], torch.cat(part_grads))
+    for i, name in enumerate(("total", "pg", "baseline", "entropy")):
+        assert_close(whole[i], sum(part[i] for part in parts), msg=name)
+
+
+@fifty_times
+@given(kwargs=examples, thresholds=thresholds, terminated=st.booleans(), data=st.data())
+def test_an_episode_end_cuts_the_rollout_in_two(kwargs, thresholds, terminated, data):
+    """x_k is the last observation of an episode, so transition k to k + 1 is no
+    transition. Truncation bootstraps from V(x_k), termination from 0."""
+    T, B = kwargs["rewards"].shape
+    if T == 1:
+        return  # No half is left.
+    kwargs = only(kwargs, *LOSSES)
+    kwargs["mask"] = torch.ones(T, B, dtype=torch.bool)
+    ks = [data.draw(st.integers(0, T - 1), label="k") for _ in range(B)]
+    separate = []
+    for b, k in enumerate(ks):
+        kwargs["mask"][k, b] = False
+        last_value = kwargs["values"][k, b : b + 1]
+        separate.append(halves(kwargs, b, k, last_value * (not terminated), k + 1))
+    # Cut above with the true discount: 0 does here what a bootstrap of 0 does there.
+    kwargs["discounts"] = kwargs["discounts"].clone()
+    for b, k in enumerate(ks):
+        if terminated and k > 0:
+            kwargs["discounts"][k - 1, b] = 0.0
+
+    for b, k in enumerate(ks):
+        where = [t for t in range(T) if t != k]
+        check_is_made_of(separate[b], kwargs, b, where, thresholds)
+
+    returns = vtrace.from_logits(**kwargs, **thresholds)
+    for b, k in enumerate(ks):
+        exactly(returns.vs[k, b], kwargs["values"][k, b])
+        assert returns.pg_advantages[k, b] == 0
+
+
+@fifty_times
+@given(kwargs=examples, thresholds=thresholds, data=st.data())
+def test_a_termination_without_a_last_observation_needs_no_mask(
+    kwargs, thresholds, data
+):
+    """Transition k - 1 leads to the next episode's x_k at once, with discount 0."""
+    T, B = kwargs["rewards"].shape
+    kwargs = only(kwargs, *POLICIES, *RECURSION[1:-1])
+    b = data.draw(st.integers(0, B - 1), label="b")
+    k = data.draw(st.integers(1, T), label="k")
+    zero = torch.zeros(1, dtype=torch.float64)
+    separate = halves(kwargs, b, k, zero, k)
+    kwargs["discounts"] = kwargs["discounts"].clone()
+    kwargs["discounts"][k - 1, b] = 0.0
+    check_is_made_of(separate, kwargs, b, slice(None), thresholds)
+
+
+@fifty_times
+@given(
+    kwargs=examples,
+    thresholds=thresholds,
+    reduction=st.sampled_from(vtrace.REDUCTIONS),
+    junk=st.sampled_from([-1e30, 1e30, math.inf, math.nan]),
+)
+def test_what_stands_at_masked_transitions_changes_nothing(
+    kwargs, thresholds, reduction, junk
+):
+    mask = kwargs["mask"]
+    junk_kwargs = {name: x.clone() for name, x in kwargs.items()}
+    for name in ("rewards", "discounts", "log_rhos"):
+        junk_kwargs[name][~mask] = junk
+    for name in ("behavior_policy_logits", "target_policy_logits"):
+        junk_kwargs[name][~mask] = 100 * junk_kwargs[name][~mask].flip(-1)
+    A = kwargs["target_policy_logits"].shape[-1]
+    junk_kwargs["actions"][~mask] = A - 1 - kwargs["actions"][~mask]
+
+    exactly(
+        vtrace.from_importance_weights(**only(junk_kwargs, *RECURSION), **thresholds),
+        vtrace.from_importance_weights(**only(kwargs, *RECURSION), **thresholds),
+    )
+    options = COSTS | thresholds | dict(reduction=reduction)
+    losses, *grads = run(only(kwargs, *LOSSES) | options)
+    junk_losses, *junk_grads = run(only(junk_kwargs, *LOSSES) | options)
+    exactly(junk_losses[:4], losses[:4])
+    exactly(junk_losses.vtrace[:2], losses.vtrace[:2])
+    exactly(junk_grads, grads)
+    for grad in junk_grads:
+        assert grad[~mask].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("reduction", vtrace.REDUCTIONS)
+def test_no_real_transition_at_all_is_a_loss_of_zero(reduction):
+    mask = torch.zeros(T, B, dtype=torch.bool)
+    losses, *grads = run(loss_inputs(mask=mask, reduction=reduction))
+    for x in (*losses[:4], *grads):
+        exactly(x, torch.zeros_like(x))
+
+
+# --- The losses. ---------------------------------------------------------------------
+
+every_reduction = pytest.mark.parametrize("reduction", vtrace.REDUCTIONS)
+with_and_without_mask = pytest.mark.parametrize("masked", [False, True])
+discrete_and_multi_discrete = pytest.mark.parametrize("logits_shape", [(A,), (D, A)])
+
+
+@discrete_and_multi_discrete
+@with_and_without_mask
+@every_reduction
+def test_policy_gradient_loss_is_minus_log_prob_times_advantage(
+    logits_shape, masked, reduction
+):
+    kwargs = example(logits_shape=logits_shape)
+    mask = kwargs["mask"] if masked else None
+    actions, advantages = kwargs["actions"], kwargs["advantages"]
+    logits = kwargs["target_policy_logits"]
+    expected = -slow_log_probs(logits, actions) * advantages
+
+    logits.requires_grad_()
+    advantages.requires_grad_()
+    loss = vtrace.compute_policy_gradient_loss(
+        logits, actions, advantages, mask, reduction
+    )
+    loss.backward()
+    assert_close(loss.detach(), slow_mean_or_sum(expected, mask, reduction))
+    assert advantages.grad is None
+
+    # d log softmax(x)[a] / dx = one_hot(a) - softmax(x)
+    with torch.no_grad():
+        weights = loss_weights(advantages, mask, reduction) * advantages
+        gradient = logits.softmax(-1) - torch.nn.functional.one_hot(actions, A)
+        assert_close(logits.grad, gradient * per_transition(weights, gradient))
+
+
+@with_and_without_mask
+@every_reduction
+def test_baseline_loss_is_half_the_squared_error(masked, reduction):
+    kwargs = example()
+    mask = kwargs["mask"] if masked else None
+    errors = kwargs["advantages"]
+    weights = loss_weights(errors, mask, reduction)
+    expected = slow_mean_or_sum(errors**2 / 2, mask, reduction)
+
+    errors.requires_grad_()
+    loss = vtrace.compute_baseline_loss(errors, mask, reduction)
+    loss.backward()
+    assert_close(loss.detach(), expected)
+    assert_close(errors.grad, weights * errors.detach())
+
+
+@discrete_and_multi_discrete
+@with_and_without_mask
+@every_reduction
+def test_entropy_loss_is_minus_the_entropy(logits_shape, masked, reduction):
+    kwargs = example(logits_shape=logits_shape)
+    mask = kwargs["mask"] if masked else None
+    logits = kwargs["target_policy_logits"]
+    p = logits.softmax(-1)
+    entropies = -(p * p.log()).sum(-1, keepdim=True)  # [T, B, (D,) 1]
+    expected = -entropies.flatten(2).sum(-1)  # [T, B]
+    weights = per_transition(loss_weights(expected, mask, reduction), logits)
+
+    logits.requires_grad_()
+    loss = vtrace.compute_entropy_loss(logits, mask, reduction)
+    loss.backward()
+    assert_close(loss.detach(), slow_mean_or_sum(expected, mask, reduction))
+    # d (sum_a p_a log p_a) / dx = p * (log p + entropy)
+    assert_close(logits.grad, weights * p * (p.log() + entropies))
+
+
+@fifty_times
+@given(kwargs=examples)
+def test_entropy_loss_is_smallest_for_the_uniform_policy(kwargs):
+    logits = kwargs["target_policy_logits"]
+    T, B, *choices, A = logits.shape
+    uniform = torch.full_like(logits, 3.0).requires_grad_()
+    smallest = vtrace.compute_entropy_loss(uniform)
+    smallest.backward()
+    minimum = -T * B * math.prod(choices) * math.log(A)
+    assert_close(smallest.item(), minimum)
+    assert_close(uniform.grad, torch.zeros_like(uniform))
+    for scale in (1.0, 0.01):
+        assert vtrace.compute_entropy_loss(3.0 + scale * logits) > smallest
+
+
+def loss_calls():
+    """All four functions that take a reduction, with everything else they need."""
+    kwargs = example()
+    policy, advantages = kwargs["target_policy_logits"], kwargs["advantages"]
+    pg_loss = vtrace.compute_policy_gradient_loss
+    return [
+        functools.partial(vtrace.compute_losses, **loss_inputs()),
+        functools.partial(pg_loss, policy, kwargs["actions"], advantages),
+        functools.partial(vtrace.compute_baseline_loss, advantages),
+        functools.partial(vtrace.compute_entropy_loss, policy),
+    ]
+
+
+def test_losses_are_summed_by_default():
+    for loss in loss_calls():
+        exactly(loss(), loss(reduction="sum"))
+
+
+@fifty_times
+@given(
+    kwargs=examples,
+    thresholds=thresholds,
+    masked=st.booleans(),
+    reduction=st.sampled_from(vtrace.REDUCTIONS),
+)
+def test_the_total_is_the_weighted_sum_of_three_losses(
+    kwargs, thresholds, masked, reduction
+):
+    kwargs = only(kwargs, *LOSSES)
+    mask = kwargs["mask"] = kwargs["mask"] if masked else None
+    returns = vtrace.from_logits(**kwargs, **thresholds)
+    options = dict(baseline_cost=0.7, entropy_cost=0.03, reduction=reduction)
+    losses, policy_grad, values_grad = run(kwargs | thresholds | options)
+
+    for name, x in losses.vtrace._asdict().items():
+        exactly(x.detach(), getattr(returns, name), msg=name)
+    policy, actions = kwargs["target_policy_logits"].requires_grad_(), kwargs["actions"]
+    errors = returns.vs - kwargs["values"]
+    pg = vtrace.compute_policy_gradient_loss(
+        policy, actions, returns.pg_advantages, mask, reduction
+    )
+    baseline = vtrace.compute_baseline_loss(errors, mask, reduction)
+    entropy = vtrace.compute_entropy_loss(policy, mask, reduction)
+    assert_close((losses.pg, losses.baseline, losses.entropy), (pg, baseline, entropy))
+    assert_close(losses.total, pg + 0.7 * baseline + 0.03 * entropy)
+
+    (pg + 0.03 * entropy).backward()
+    assert_close(policy_grad, policy.grad)
+    weights = loss_weights(errors, mask, reduction)
+    if weights.isfinite().all():  # Not a mean over nothing.
+        assert_close(values_grad, -0.7 * weights * errors)
+
+
+# --- A caller's mistakes. ------------------------------------------------------------
+
+floats = {
+    "int64": lambda x: x.long(),
+    "bool": lambda x: x > 0,
+    "complex": lambda x: x.to(torch.complex64),
+}
+ranks = {"rank too low": lambda x: x[0], "rank too high": lambda x: x[None, None]}
+one_rank_higher = {"one rank too high": lambda x: x[None]}
+sizes = {
+    "T too small": lambda x: x[:-1],
+    "T is 1": lambda x: x[:1],
+    "B too small": lambda x: x[:, :-1],
+    "B is 1": lambda x: x[:, :1],
+    "B first": lambda x: x.transpose(0, 1),
+}
+batch_sizes = {"B too small": lambda x: x[:-1], "B is 1": lambda x: x[:1]}
+choices = {
+    "float": lambda x: x.float(),
+    "complex": lambda x: x.to(torch.complex64),
+    "one choice too many": lambda x: x[..., None],
+}
+masks = {"float": lambda x: x.float(), "uint8": lambda x: x.byte()}
+
+shapes = ranks | one_rank_higher | sizes
+another_A = {"another A": lambda x: x[..., :-1]}
+MISTAKES = dict.fromkeys(example(), floats | shapes) | dict(
+    behavior_policy_logits=floats | shapes | another_A,
+    target_policy_logits=floats | shapes | another_A,
+    policy_logits=floats | shapes,
+    actions=choices | shapes,
+    bootstrap_value=floats | ranks | one_rank_higher | batch_sizes,
+    mask=masks | shapes,
+)
+PG_LOSS = ("policy_logits", "actions", "advantages", "mask")
+FUNCTIONS = {
+    vtrace.action_log_probs: ("policy_logits", "actions"),
+    vtrace.from_importance_weights: RECURSION,
+    vtrace.from_logits: LOSSES,
+    vtrace.compute_losses: LOSSES,
+    vtrace.compute_policy_gradient_loss: PG_LOSS,
+    vtrace.compute_baseline_loss: ("advantages", "mask"),
+    vtrace.compute_entropy_loss: ("policy_logits", "mask"),
+}
+# Here the first argument alone says what T and B are: no size of it is wrong.
+ANY_SIZE = {
+    vtrace.compute_baseline_loss: floats | ranks | one_rank_higher,
+    vtrace.compute_entropy_loss: floats | ranks,
+}
+
+
+def mistakes():
+    for function, names in FUNCTIONS.items():
+        for name in names:
+            wrong = MISTAKES[name]
+            if name == names[0]:
+                wrong = ANY_SIZE.get(function, wrong)
+            for what, mistake in wrong.items():
+                id_ = f"{function.__name__}-{name}-{what}"
+                yield pytest.param(function, names, name, mistake, id=id_)
+
+
+@pytest.mark.parametrize("function, names, name, mistake", list(mistakes()))
+def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(
+    function, names, name, mistake
+):
+    kwargs = example()
+    kwargs["policy_logits"] = kwargs["target_policy_logits"]
+    kwargs = only(kwargs, *names)
+    if function is vtrace.compute_losses:
+        kwargs |= COSTS
+    function(**kwargs)  # Right so far.
+    kwargs[name] = mistake(kwargs[name])
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        function(**kwargs)
+
+
+@pytest.mark.parametrize("index", [0, (..., None)], ids=["[B]", "[T, B, 1]"])
+def test_arguments_of_one_wrong_rank_are_an_error_that_names_it(index):
+    kwargs = {name: x[index] for name, x in recursion_inputs().items()}
+    with pytest.raises(ValueError, match=r"\blog_rhos has shape"):
+        vtrace.from_importance_weights(**kwargs)
+
+
+def test_discrete_actions_do_not_go_with_multi_discrete_logits():
+    kwargs = loss_inputs(**only(example(logits_shape=(D, A)), *POLICIES))
+    with pytest.raises(ValueError, match=r"\bactions has shape"):
+        vtrace.compute_losses(**kwargs | dict(actions=kwargs["actions"][..., 0]))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [(name, value) for name in THRESHOLDS for value in (-1.0, -1e-9, math.nan)]
+    + [("lambda_", value) for value in (-0.1, 1.1, math.inf, math.nan)],
+)
+def test_a_threshold_out_of_range_is_an_error_that_names_it(name, value):
+    kwargs = recursion_inputs()
+    with pytest.raises(ValueError, match=rf"\b{name} is "):
+        vtrace.from_importance_weights(**kwargs, **{name: value})
+    with pytest.raises(ValueError, match=rf"\b{name} is "):
+        vtrace.compute_losses(**loss_inputs(), **{name: value})
+
+
+@pytest.mark.parametrize("reduction", ["none", "SUM", "", None])
+def test_an_unknown_reduction_is_an_error_that_names_it(reduction):
+    for loss in loss_calls():
+        with pytest.raises(ValueError, match=r"\breduction is "):
+            loss(reduction=reduction)
+
+
+def test_masked_targets_that_are_not_finite_leave_the_gradients_of_the_losses_alone():
+    mask = torch.tensor([[True], [False]])
+    gradients = []
+    for junk in (0.0, float("nan"), float("inf")):
+        logits = torch.tensor([[[1.0, 2.0]], [[3.0, 1.0]]], requires_grad=True)
+        values = torch.tensor([[1.0], [2.0]], requires_grad=True)
+        advantages = torch.tensor([[2.0], [junk]])
+        actions = torch.tensor([[1], [0]])
+        loss = vtrace.compute_policy_gradient_loss(logits, actions, advantages, mask)
+        loss = loss + vtrace.compute_baseline_loss(advantages - values, mask)
+        gradients.append(torch.autograd.grad(loss, (logits, values)))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])
+
+
+def test_boolean_actions_and_mixed_precisions_are_refused():
+    x = torch.zeros(2, 1)
+    with pytest.raises(ValueError, match="actions"):
+        vtrace.action_log_probs(torch.zeros(2, 1, 2), x.bool())
+    with pytest.raises(ValueError, match="rewards"):
+        vtrace.from_importance_weights(x, x, x.double(), x, x[-1])
