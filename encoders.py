@@ -91,7 +91,7 @@ class VectorEncoder(nn.Module):
         )
 
     def forward(self, x):
-        return 10 * self.layers(x.flatten(1).float() / self.scale)
+        return 10 * self.layers(x.reshape(len(x), -1).float() / self.scale)
 
 
 class OneHotEncoder(nn.Module):
@@ -105,7 +105,7 @@ class OneHotEncoder(nn.Module):
         self.layer = nn.Linear(sum(sizes), self.out_features)
 
     def forward(self, x):
-        x = (x.flatten(1) if x.ndim > 1 else x[:, None]).long() - self.start
+        x = x.reshape(len(x), -1).long() - self.start
         one_hot = [F.one_hot(i, n) for i, n in zip(x.unbind(1), self.sizes)]
         return F.relu(self.layer(torch.cat(one_hot, dim=1).float()))
 

@@ -55,8 +55,10 @@ def leaves(nest, path=""):
     return [leaf for k, v in items for leaf in leaves(v, f"{prefix}{k}")]
 
 
-def make(env_id: str, **kwargs) -> gymnasium.Env:
+def make(env_id: str, render_mode: str | None = None) -> gymnasium.Env:
     """gymnasium.make, whose errors are ValueErrors of one line with close matches."""
+    # Not every environment has the argument.
+    kwargs = {"render_mode": render_mode} if render_mode else {}
     try:
         return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except gymnasium.error.UnregisteredEnv as e:

@@ -108,20 +108,20 @@ def test_both_give_the_same_on_all_actions_without_life_loss():
 
 
 @pytest.mark.parametrize(
-    "game, env_id, num_steps", [("breakout", BREAKOUT, 600), ("freeway", FREEWAY, 300)]
+    "game, env_id, num_steps", [("breakout", BREAKOUT, 400), ("freeway", FREEWAY, 150)]
 )
 def test_single_gives_what_ale_py_gives_bare(game, env_id, num_steps):
     bare = ale_py.AtariVectorEnv(game, 1, reward_clipping=False)
     single = make_single(env_id, terminal_on_life_loss=False)
     assert bare.single_action_space == single.single_action_space
     counts = assert_same_frames(bare, single, num_steps)
-    assert (counts["ended"] >= 2) == (game == "breakout"), counts
+    assert (counts["ended"] >= 1) == (game == "breakout"), counts
 
 
 def test_vector_gives_what_ale_py_gives_bare():
     bare = ale_py.AtariVectorEnv("breakout", 2, reward_clipping=False)
     env = make_vector(BREAKOUT, 2, terminal_on_life_loss=False)
-    actions = random_actions(env, 400)
+    actions = random_actions(env, 200)
     for step, expected in zip(play(env, actions, 5), play(bare, actions, 5)):
         for x, y in zip(step[:4], expected[:4]):
             np.testing.assert_array_equal(x, y)
@@ -129,7 +129,7 @@ def test_vector_gives_what_ale_py_gives_bare():
 
 def test_games_of_one_vector_are_independent():
     env = make_vector(BREAKOUT, 3, num_threads=2)
-    actions = random_actions(env, 120)
+    actions = random_actions(env, 80)
     steps = play(env, actions, seed=5)
     for e in range(3):
         alone = play(make_vector(BREAKOUT, 1), actions[:, [e]], seed=5 + e)
@@ -145,9 +145,9 @@ def test_games_of_one_vector_are_independent():
 
 @pytest.mark.parametrize("env_id", [PONG, SEAQUEST])
 def test_both_truncate_at_the_same_frame(env_id, monkeypatch):
-    monkeypatch.setattr(atari_wrappers, "MAX_FRAMES", 400)
-    counts = assert_same_frames(make_vector(env_id, 1), make_single(env_id), 450)
-    assert counts["truncated"] >= 3, counts
+    monkeypatch.setattr(atari_wrappers, "MAX_FRAMES", 200)
+    counts = assert_same_frames(make_vector(env_id, 1), make_single(env_id), 250)
+    assert counts["truncated"] >= 4, counts
 
 
 @both
@@ -354,7 +354,7 @@ def same_frames(a, b):
 def test_sticky_actions_change_the_game_and_none_is_what_the_id_says(make):
     def frames(env_id, **kwargs):
         env = make(env_id, noop_max=1, **kwargs)
-        return play(env, random_actions(env, 60))
+        return play(env, random_actions(env, 40))
 
     plain = frames("BreakoutNoFrameskip-v4", sticky_actions=0.0)
     sticky = frames("BreakoutNoFrameskip-v4", sticky_actions=0.25)
@@ -376,25 +376,26 @@ def test_action_space_is_minimal_or_has_18_actions(make, env_id, num_actions):
 @both
 @pytest.mark.parametrize("env_id, fire", [(PONG, 1), (FREEWAY, 0)])
 def test_games_start_with_fire_and_a_random_number_of_no_ops(make, env_id, fire):
-    def starts(**kwargs):
+    def starts(n, **kwargs):
         env = make(env_id, **kwargs)
-        seeds = [0] + [None] * 60  # A reset with a seed takes much longer.
+        seeds = [0] + [None] * (n - 1)  # A reset with a seed takes much longer.
         return {
             env.reset(seed=seed)[1]["episode_frame_number"].item() for seed in seeds
         }
 
-    numbers = starts()
+    numbers = starts(20)
     assert len(numbers) > 10
     assert fire <= min(numbers) <= max(numbers) < atari_wrappers.NOOP_MAX == 30
-    assert starts(noop_max=1) == {fire}
-    assert max(starts(noop_max=4)) == 3
+    assert starts(3, noop_max=1) == {fire}
+    assert max(starts(15, noop_max=4)) == 3
 
 
 @both
 def test_same_seed_gives_the_same_game_and_another_seed_another(make):
+    env = make(BREAKOUT, sticky_actions=0.25)
+
     def frames(seed):
-        env = make(BREAKOUT, sticky_actions=0.25)
-        return play(env, random_actions(env, 60), seed)
+        return play(env, random_actions(env, 40), seed)
 
     assert same_frames(frames(1), frames(1))
     assert not same_frames(frames(1), frames(2))
@@ -424,7 +425,7 @@ def test_observation_is_a_stack_of_four_frames_oldest_first(make):
 def test_later_steps_do_not_change_the_frames_of_earlier_ones(make):
     env = Environment(make(BREAKOUT))
     steps, copies = [], []
-    for action in [None, *random_actions(env.env, 300)]:
+    for action in [None, *random_actions(env.env, 200)]:
         steps.append(env.initial(0) if action is None else env.step(action))
         copies.append(copy.deepcopy(steps[-1]))
     env.initial()

@@ -865,10 +865,12 @@ def test_module_that_does_not_exist_is_named():
         environment.make("no_such_module:Some-v0")
 
 
-def test_made_environment_takes_its_options():
-    env = environment.make("torchbeast/Counter-v0", limit=2)
-    steps = play(Environment(env), np.zeros((2, 1), int))
-    assert [step["truncated"].item() for step in steps] == [False, False, True]
+def test_environment_is_made_with_a_render_mode_only_if_asked_to():
+    env = environment.make("torchbeast/Counter-v0")  # Its class has no render_mode.
+    assert env.render_mode is None
+    np.testing.assert_array_equal(env.reset()[0], [0, 0, 0])
+    env = environment.make("CartPole-v1", render_mode="rgb_array")
+    assert env.render_mode == "rgb_array"
 
 
 # Seeds.

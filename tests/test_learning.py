@@ -6,8 +6,8 @@ from tests.programs import read_logs, run
 
 # Environment, flags, the return to reach, steps to reach it in.
 ABILITIES = {
-    "catch": ("tests.envs:torchbeast/Catch-v0", [], 0.9, 150_000),
-    "memory": ("tests.envs:torchbeast/Memory-v0", ["--use_lstm"], 0.9, 150_000),
+    "catch": ("tests.envs:torchbeast/Catch-v0", [], 0.9, 200_000),
+    "memory": ("tests.envs:torchbeast/Memory-v0", ["--use_lstm"], 0.9, 60_000),
     "cartpole": ("CartPole-v1", [], 400, 300_000),
 }
 
@@ -30,7 +30,7 @@ def test_learns(ability, mode, tmp_path):
 
 def test_memory_cannot_be_solved_without_a_recurrent_network(tmp_path):
     env, _, _, steps = ABILITIES["memory"]
-    result = run("--env", env, "--total_steps", steps // 2, "--num_actors", 0,
+    result = run("--env", env, "--total_steps", steps, "--num_actors", 0,
                  "--savedir", tmp_path, "--xpid", "x")  # fmt: skip
     assert result.returncode == 0, result.stderr
     rows = [row for row in read_logs(tmp_path / "x") if row["episode_return"]]
