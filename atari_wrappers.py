@@ -15,6 +15,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
+from environment import BadInput
+
 try:
     import ale_py
 except ImportError:  # Every other environment works without it.
@@ -29,12 +31,12 @@ MAX_FRAMES = 108_000  # Half an hour of play: the episode is truncated.
 
 
 def is_atari(env_id: str) -> bool:
-    """Whether env_id is an Atari game on pixels. Raises ValueError for one of
+    """Whether env_id is an Atari game on pixels. Raises BadInput for one of
     Gymnasium's Atari ids when ale-py is not installed."""
     spec = gymnasium.registry.get(env_id)
     if spec is None:
         if ale_py is None and (env_id.startswith("ALE/") or "NoFrameskip" in env_id):
-            raise ValueError(
+            raise BadInput(
                 f"environment {env_id!r} needs ale-py: pip install ale-py "
                 "opencv-python-headless"
             )
@@ -174,6 +176,7 @@ class AtariEpisodes(VectorWrapper):
 
     def __init__(self, env, action_meanings, terminal_on_life_loss):
         super().__init__(env)
+        self.metadata = {**env.metadata, "render_fps": 60}  # ale-py says 30.
         self.after_loss = (
             action_meanings.index("FIRE") if "FIRE" in action_meanings else 0
         )

@@ -25,11 +25,16 @@ No torch in here: environment servers import this file.
 """
 
 import difflib
+import inspect
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+
+class BadInput(ValueError):
+    """The user's mistake: the programs print it as one line and exit with 2."""
 
 
 def map_structure(fn, nest, *others):
@@ -55,17 +60,24 @@ def leaves(nest, path=""):
     return [leaf for k, v in items for leaf in leaves(v, f"{prefix}{k}")]
 
 
-def make(env_id: str, render_mode: str | None = None) -> gymnasium.Env:
-    """gymnasium.make, whose errors are ValueErrors of one line with close matches."""
+def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
+    """What Environment takes: a list of num_envs Gymnasium environments, or the vector
+    environment that env_id has of its own. BadInput of one line, with close matches, if
+    there is no such environment."""
     # Not every environment has the argument.
     kwargs = {"render_mode": render_mode} if render_mode else {}
     try:
-        return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+        spec = gymnasium.spec(env_id)
+        if spec.vector_entry_point and num_envs > 1 and not spec.additional_wrappers:
+            mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
+            return gymnasium.make_vec(env_id, num_envs, mode, **kwargs)
+        kwargs["disable_env_checker"] = True
+        return [gymnasium.make(env_id, **kwargs) for _ in range(num_envs)]
     except gymnasium.error.UnregisteredEnv as e:
-        raise ValueError(f"unknown environment {env_id!r}{_close(env_id)}") from e
+        raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
     except (gymnasium.error.Error, ImportError, TypeError) as e:
         reason = " ".join(str(e).split())
-        raise ValueError(f"environment {env_id!r} cannot be made: {reason}") from e
+        raise BadInput(f"environment {env_id!r} cannot be made: {reason}") from e
 
 
 def _close(env_id: str) -> str:
@@ -92,7 +104,7 @@ class Environment:
             env = SyncVectorEnv([lambda e=e: e for e in envs])
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         if AutoresetMode(mode) != AutoresetMode.NEXT_STEP:
-            raise ValueError(
+            raise BadInput(
                 f"vector environment has autoreset mode {AutoresetMode(mode).value}: "
                 "make it with autoreset_mode=AutoresetMode.NEXT_STEP"
             )
@@ -144,14 +156,20 @@ class Environment:
         )
 
     def _step(self, observation, reward, done, terminated, truncated, action, info):
-        # The score counts what the game paid; a `done` step's reward is nobody's.
-        self._episode_return += reward
+        # No reward leads into a first observation. If only training begins anew there,
+        # the game may have paid: it goes on the score.
+        self._episode_return += np.where(done & self._episode_end, 0, reward)
         reward = np.where(done, 0, reward).astype(np.float32)
         self._training_return += reward
         # Both at once is an end: nothing is bootstrapped.
         truncated = truncated & ~terminated
         self._last = terminated | truncated
-        self._episode_end = np.asarray(info.get("episode_end", self._last), bool)
+        # Gymnasium's convention: info["_x"] tells which environments info["x"] is of.
+        self._episode_end = np.where(
+            info.get("_episode_end", "episode_end" in info),
+            info.get("episode_end", self._last),
+            self._last,
+        ).astype(bool)
         return {
             "observation": observation,
             "reward": reward,
@@ -175,7 +193,7 @@ class Environment:
 
 
 def check_observation_space(space, path="observation"):
-    """ValueError naming the first part of the space that is not supported."""
+    """BadInput naming the first part of the space that is not supported."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
             check_observation_space(part, f"{path}/{key}")
@@ -186,7 +204,7 @@ def check_observation_space(space, path="observation"):
         space,
         (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
     ):
-        raise ValueError(
+        raise BadInput(
             f"{path} space {space} is not supported: "
             "use Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them"
         )
@@ -198,7 +216,7 @@ def _actions(space):
         return (int(space.n),), (), int(space.start)
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
         return tuple(int(n) for n in space.nvec), space.shape, space.start
-    raise ValueError(
+    raise BadInput(
         f"action space {space} is not supported: use Discrete or a flat MultiDiscrete"
     )
 
@@ -217,7 +235,7 @@ class OldGym(gymnasium.Env):
     def __init__(self, env):
         for name in ("reset", "step", "observation_space", "action_space"):
             if not hasattr(env, name):
-                raise ValueError(
+                raise BadInput(
                     f"{type(env).__name__} is neither a Gymnasium nor an old Gym "
                     f"environment: it has no {name}"
                 )
@@ -227,9 +245,12 @@ class OldGym(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        if seed is not None and hasattr(self.env, "seed"):
+        kwargs = {}
+        if seed is not None and "seed" in inspect.signature(self.env.reset).parameters:
+            kwargs = {"seed": seed}  # Gym 0.26.
+        elif seed is not None and hasattr(self.env, "seed"):
             self.env.seed(seed)
-        result = self.env.reset()
+        result = self.env.reset(**kwargs)
         if isinstance(result, tuple) and len(result) == 2:
             if isinstance(result[1], dict):  # Gym 0.26, and look-alikes.
                 return result
@@ -268,4 +289,4 @@ def _as_gymnasium_space(space) -> spaces.Space:
         return spaces.Dict({k: _as_gymnasium_space(v) for k, v in space.spaces.items()})
     if name == "Tuple":
         return spaces.Tuple([_as_gymnasium_space(v) for v in space.spaces])
-    raise ValueError(f"space {space} of the old Gym API is not supported")
+    raise BadInput(f"space {space} of the old Gym API is not supported")

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 import vtrace
+from environment import BadInput
 
 log = logging.getLogger("torchbeast")
 
@@ -208,20 +209,20 @@ class Run:
 
     def load(self, model):
         """The checkpoint to resume from, its weights loaded into model; or None.
-        ValueError if there is one that does not fit."""
+        BadInput if there is one that does not fit."""
         if self.flags.disable_checkpoint or not self.checkpoint_path.exists():
             return None
         return load_checkpoint(self.checkpoint_path, self.flags, model)
 
     def open(self):
-        """Creates the directory. ValueError if it cannot be written to."""
+        """Creates the directory. BadInput if it cannot be written to."""
         savedir = self.path.parent
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in ("out.log", "logs.csv"):
                 (self.path / name).open("a").close()
         except OSError as e:
-            raise ValueError(f"--savedir {savedir}: {e.filename}: {e.strerror}") from e
+            raise BadInput(f"--savedir {savedir}: {e.filename}: {e.strerror}") from e
         link = savedir / f".latest-{os.getpid()}"
         try:
             link.symlink_to(self.path.name)
@@ -373,7 +374,7 @@ def run_path(flags) -> pathlib.Path:
         now = datetime.datetime.now()
         flags.xpid = f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid:
-        raise ValueError(f"--xpid {flags.xpid!r} cannot be the name of a run")
+        raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")
     return savedir / flags.xpid
 
 
@@ -406,7 +407,7 @@ def write_atomically(path, data):
 def load_checkpoint(path, flags, model) -> dict:
     """Reads a checkpoint and loads its weights into model.
 
-    Nothing in the file is executed (weights_only=True). ValueError, naming the first
+    Nothing in the file is executed (weights_only=True). BadInput, naming the first
     mismatch, if it is of another environment or network, or not a checkpoint.
     """
     try:
@@ -414,24 +415,22 @@ def load_checkpoint(path, flags, model) -> dict:
         saved = checkpoint["flags"]
         weights = checkpoint["model"]
     except FileNotFoundError:
-        raise ValueError(f"no checkpoint at {path}") from None
+        raise BadInput(f"no checkpoint at {path}") from None
     except Exception as e:  # Whatever a damaged or hostile file leads to.
         reason = str(e).strip().splitlines()
-        raise ValueError(
+        raise BadInput(
             f"{path} is not a checkpoint that can be read: "
             f"{type(e).__name__}: {reason[0] if reason else ''}"
         ) from e
     if saved["env"] != flags.env:
-        raise ValueError(
-            f"checkpoint {path} is of --env {saved['env']}, not {flags.env}"
-        )
+        raise BadInput(f"checkpoint {path} is of --env {saved['env']}, not {flags.env}")
     ours = model.state_dict()
     for name in [*ours, *weights]:
         shapes = [
             tuple(w[name].shape) if name in w else "not there" for w in (weights, ours)
         ]
         if shapes[0] != shapes[1]:
-            raise ValueError(
+            raise BadInput(
                 f"checkpoint {path} is of another network: {name} is {shapes[0]} in "
                 f"the checkpoint, {shapes[1]} in the network of this command"
             )
@@ -472,62 +471,6 @@ def set_seed(seed):
 def derive_seed(*numbers) -> int:
     """A seed that differs whenever one of the numbers does."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) & 0x7FFFFFFF
-
-
-# Tests of a trained agent.
-
-
-def report_test(flags, path, checkpoint, returns, lengths):
-    """Prints mean and standard error of the returns, writes test.json."""
-    mean, error = np.mean(returns), 0.0
-    if len(returns) > 1:
-        error = np.std(returns, ddof=1) / math.sqrt(len(returns))
-    print(
-        f"{len(returns)} episodes: mean return {mean:.2f}, standard error {error:.2f}"
-    )
-    data = {
-        "env": flags.env,
-        "step": checkpoint["step"],
-        "actions": "sampled" if flags.sample_actions else "greedy",
-        "seed": flags.seed,
-        "mean_return": float(mean),
-        "standard_error": float(error),
-        "returns": returns,
-        "steps": lengths,
-    }
-    write_atomically(path / "test.json", json.dumps(data, indent=4).encode() + b"\n")
-
-
-class Video:
-    """Frames [H, W, 3] uint8 -> an MP4 file, by OpenCV."""
-
-    def __init__(self, path, fps):
-        try:
-            import cv2
-        except ImportError:
-            raise ValueError(
-                "--video needs: pip install opencv-python-headless"
-            ) from None
-        self._cv2 = cv2
-        self._path = path
-        self._fps = fps
-        self._writer = None
-
-    def write(self, frame):
-        if self._writer is None:
-            height, width = frame.shape[:2]
-            self._writer = self._cv2.VideoWriter(
-                self._path,
-                self._cv2.VideoWriter_fourcc(*"mp4v"),
-                self._fps,
-                (width, height),
-            )
-            if not self._writer.isOpened():
-                raise ValueError(f"--video {self._path} cannot be written as MP4")
-        self._writer.write(self._cv2.cvtColor(frame, self._cv2.COLOR_RGB2BGR))
-
-    def close(self):
-        self._writer.release()
 
 
 # What is known of the machine.
@@ -685,8 +628,8 @@ class Signals:
     on_second is called in the signal handler: it must end the children, and not block.
     """
 
-    def __init__(self, on_second=lambda: None):
-        self.on_second = on_second
+    def __init__(self):
+        self.on_second = lambda: None
         self.received = None
 
     def __enter__(self):

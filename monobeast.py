@@ -1,4 +1,4 @@
-"""IMPALA on one machine, in one file.
+"""IMPALA on one machine: MonoBeast.
 
     python -m monobeast --env PongNoFrameskip-v4
 
@@ -16,29 +16,30 @@ step of the rollout before it. Its actions are those taken on steps 0 to T - 1.
 
 import logging
 import math
-import multiprocessing.connection
-import os
 import queue
-import shlex
-import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
 import atari_wrappers
 import environment
 import experiment
+import play
 import vtrace
+from actors import (
+    ActorProcesses,
+    SharedWeights,
+    check_shared_memory,
+    create_buffers,
+)
 from encoders import initialize, make_encoder
-from environment import leaves, map_structure
+from environment import BadInput, map_structure
 from experiment import Stop, number
 
 log = logging.getLogger("torchbeast")
@@ -100,10 +101,7 @@ def create_env(flags, num_envs, render_mode=None):
         else:
             env = atari_wrappers.make_vector(flags.env, num_envs, **options)
     else:
-        env = [
-            environment.make(flags.env, render_mode=render_mode)
-            for _ in range(num_envs)
-        ]
+        env = environment.make(flags.env, num_envs, render_mode)
     return environment.Environment(env)
 
 
@@ -197,7 +195,7 @@ def choose_action(policy_logits, greedy=False):
     return flat.view(policy_logits.shape[:-1])
 
 
-# Shared memory: rollout buffers and weights.
+# Acting.
 
 
 def rollout_specs(flags, env, model):
@@ -218,60 +216,6 @@ def rollout_specs(flags, env, model):
             lambda x: spec((x.shape[0], *x.shape[2:]), x.dtype), model.initial_state(1)
         ),
     }
-
-
-def create_buffers(specs, num_buffers):
-    """Shared tensors [T, num_buffers, ...]: a batch is buffer[:, indices]."""
-
-    def create(spec):
-        T, *shape = spec.shape
-        return torch.zeros(T, num_buffers, *shape, dtype=spec.dtype).share_memory_()
-
-    return map_structure(create, specs)
-
-
-class SharedWeights:
-    """A network's weights in shared memory: one writer, any number of readers.
-
-    Two copies, written in turn, so that a reader finds a whole one without a lock that
-    a killed process could take along. (Where the CPU reorders stores, unlike x86, a
-    reader may in theory see two versions mixed, one update apart: harmless.)
-    """
-
-    def __init__(self, model):
-        self._copies = [
-            {
-                k: v.detach().cpu().clone().share_memory_()
-                for k, v in model.state_dict().items()
-            }
-            for _ in range(2)
-        ]
-        self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    @property
-    def version(self):
-        return int(self._version)
-
-    @torch.no_grad()
-    def publish(self, model, version):
-        copy = self._copies[version % 2]
-        for name, x in model.state_dict().items():
-            copy[name].copy_(x)
-        self._version[0] = version
-
-    @torch.no_grad()
-    def fetch(self, model, have=None):
-        """Loads the newest weights, unless they are version `have`. Returns theirs."""
-        while True:
-            version = self.version
-            if version == have:
-                return version
-            model.load_state_dict(self._copies[version % 2])
-            if self.version == version:  # Else it may have been overwritten meanwhile.
-                return version
-
-
-# Acting.
 
 
 class Actor:
@@ -335,162 +279,6 @@ def act(flags, index, seed, buffers, weights, connection):
             connection.send(traceback.format_exc())
         except OSError:
             sys.exit(1)
-
-
-class ActorProcesses:
-    """Starts actors, gives them free buffers, passes full ones on, restarts the dead.
-
-    Each actor has a pipe of its own and no lock in common with anybody, so killing one
-    at any moment costs the rollouts it was filling and nothing else: their buffers go
-    back to the free queue and another process takes its place.
-
-    free(indices)   any thread; never blocks.
-    run()           one thread; returns after stop(). Raises Stop when there were too
-                    many restarts.
-    stop()          any thread, any number of times; then join(), which takes seconds.
-    full_queue      gets (index, version of the weights it was begun with).
-    """
-
-    AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
-
-    def __init__(self, flags, seed, buffers, weights, full_queue):
-        self.flags = flags
-        self.seed = seed
-        self.buffers = buffers
-        self.weights = weights
-        self.full_queue = full_queue
-        self.restarts = 0
-        self._context = mp.get_context("spawn")  # Never fork: there are threads.
-        self._lock = threading.Lock()
-        self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
-        self._actors = []  # Guarded by _lock.
-        self._stopping = False  # Guarded by _lock.
-
-    def start(self):
-        for index in range(self.flags.num_actors):
-            self._start_actor(index)
-
-    def _start_actor(self, index):
-        ours, theirs = self._context.Pipe()
-        # Not the seeds of the process it replaces: those led to where it died.
-        seed = experiment.derive_seed(self.seed, index, self.restarts)
-        process = self._context.Process(
-            target=act,
-            name=f"actor-{index}",
-            args=(self.flags, index, seed, self.buffers, self.weights, theirs),
-        )
-        process.start()
-        theirs.close()
-        with self._lock:
-            if self._stopping:
-                process.kill()
-            self._actors.append(_ActorProcess(index, process, ours))
-            self._hand_out()
-
-    def free(self, indices):
-        with self._lock:
-            self._free_queue.extend(indices)
-            self._hand_out()
-
-    def _hand_out(self):
-        """With the lock. First those that have none."""
-        E = self.flags.envs_per_actor
-        for ahead in range(self.AHEAD):
-            for actor in self._actors:
-                if len(actor.held) == ahead and len(self._free_queue) >= E:
-                    indices = [self._free_queue.popleft() for _ in range(E)]
-                    actor.held.append(indices)
-                    try:
-                        actor.connection.send(indices)
-                    except OSError:
-                        pass  # Dead: run() finds out, and frees what it held.
-
-    def run(self):
-        while not self._stopping:
-            with self._lock:
-                actors = {a.connection: a for a in self._actors}
-            for connection in multiprocessing.connection.wait(
-                list(actors), timeout=0.5
-            ):
-                self._receive(actors[connection])
-
-    def _receive(self, actor):
-        try:
-            message = actor.connection.recv()
-        except (EOFError, OSError):
-            message = None
-        if isinstance(message, tuple):
-            indices, version = message
-            with self._lock:
-                actor.held.popleft()
-                self._hand_out()
-            for index in indices:
-                self.full_queue.put((index, version))
-        elif not self._stopping:
-            self._replace(actor, message)
-
-    def _replace(self, actor, error):
-        actor.process.join(timeout=5)
-        actor.process.kill()
-        actor.process.join()
-        actor.connection.close()
-        with self._lock:
-            self._actors.remove(actor)
-            for indices in actor.held:
-                self._free_queue.extend(indices)
-        code = actor.process.exitcode
-        reason = (
-            f"\n{error}"
-            if error
-            else (
-                f" {signal.Signals(-code).name}" if code < 0 else f" exit code {code}"
-            )
-        )
-        log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
-        if self.restarts == self.flags.max_actor_restarts:
-            raise Stop(
-                f"actor {actor.index} died after {self.restarts} restarts of actors "
-                "(--max_actor_restarts)"
-            )
-        self.restarts += 1
-        log.info(
-            "actor %d is restarted (%d of %d)",
-            actor.index,
-            self.restarts,
-            self.flags.max_actor_restarts,
-        )
-        self._start_actor(actor.index)
-
-    def stop(self):
-        with self._lock:
-            self._stopping = True
-            for actor in self._actors:
-                try:
-                    actor.connection.send(None)
-                except OSError:
-                    pass
-
-    def join(self):
-        """After stop() and the end of run()."""
-        deadline = time.monotonic() + 2
-        for actor in self._actors:
-            actor.process.join(max(0, deadline - time.monotonic()))
-            actor.process.kill()  # In the middle of a long step.
-            actor.process.join()
-            actor.connection.close()
-
-    def kill(self):
-        """From a signal handler: takes no lock."""
-        for actor in list(self._actors):
-            actor.process.kill()
-
-
-class _ActorProcess:
-    def __init__(self, index, process, connection):
-        self.index = index
-        self.process = process
-        self.connection = connection
-        self.held = deque()  # Lists of indices, in the order it fills them.
 
 
 # Learning.
@@ -630,7 +418,7 @@ class Learner:
 def train(flags):
     """Trains until --total_steps or a signal. Returns the exit code.
 
-    ValueError for bad input, before anything is started.
+    BadInput, before anything is started.
     """
     check_flags(flags)
     torch.set_num_threads(num_learner_cores(flags))
@@ -641,7 +429,7 @@ def train(flags):
     env = create_env(flags, flags.envs_per_actor)
     model = create_net(flags, env)
     specs = rollout_specs(flags, env, model)
-    check_shared_memory(flags, sum(x.nbytes for _, x in leaves(specs)))
+    check_shared_memory(flags, specs)
     run = experiment.Run(flags, env.frames_per_step)
     checkpoint = run.load(model)
     run.open()
@@ -662,25 +450,26 @@ def train(flags):
         run.path,
     )
     exit_code = 0
-    try:
-        run.start()
-        if flags.num_actors == 0:
-            train_serially(flags, env, seed, learner, buffers)
-        else:
-            env.close()
-            train_with_actors(flags, seed, learner, buffers)
-        learner.save()
-    except (Stop, OSError) as e:
-        exit_code = end_early(e, learner)
-    finally:
-        run.close()
+    with experiment.Signals() as signals:
+        try:
+            run.start()
+            if flags.num_actors == 0:
+                train_serially(flags, env, seed, learner, buffers, signals)
+            else:
+                env.close()
+                train_with_actors(flags, seed, learner, buffers, signals)
+            learner.save()
+        except (Stop, OSError) as e:
+            exit_code = end_early(e, learner)
+        finally:
+            run.close()
     log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
     if run.checkpoint_path.exists():
-        log.info("test it: %s", test_command(flags))
+        log.info("test it: %s", play.command(flags, "monobeast"))
     return exit_code
 
 
-def train_serially(flags, env, seed, learner, buffers):
+def train_serially(flags, env, seed, learner, buffers, signals):
     """Everything in this thread: act, then learn. The same seed, the same losses."""
     model = create_net(flags, env).eval()
     actor = Actor(flags, env, model, seed)
@@ -688,25 +477,24 @@ def train_serially(flags, env, seed, learner, buffers):
     free_queue = deque(range(flags.num_buffers))
     full_queue = deque()
     version = None
-    with experiment.Signals() as signals:
-        while not learner.finished:
-            indices = [free_queue.popleft() for _ in range(flags.envs_per_actor)]
-            version = learner.weights.fetch(model, version)
-            actor.rollout(arrays, indices)
-            full_queue.extend((index, version) for index in indices)
-            while len(full_queue) >= flags.batch_size and not learner.finished:
-                items = [full_queue.popleft() for _ in range(flags.batch_size)]
-                batch = make_batch(buffers, items, learner.device)
-                free_queue.extend(index for index, _ in items)
-                learner.update(*batch)
-                signals.check()
+    while not learner.finished:
+        indices = [free_queue.popleft() for _ in range(flags.envs_per_actor)]
+        version = learner.weights.fetch(model, version)
+        actor.rollout(arrays, indices)
+        full_queue.extend((index, version) for index in indices)
+        while len(full_queue) >= flags.batch_size and not learner.finished:
+            items = [full_queue.popleft() for _ in range(flags.batch_size)]
+            batch = make_batch(buffers, items, learner.device)
+            free_queue.extend(index for index, _ in items)
+            learner.update(*batch)
+            signals.check()
 
 
-def train_with_actors(flags, seed, learner, buffers):
+def train_with_actors(flags, seed, learner, buffers, signals):
     """Starts actors and learner threads, waits for a signal or the last step, ends them
     all. Raises what went wrong in any of them."""
     full_queue = queue.Queue()
-    actors = ActorProcesses(flags, seed, buffers, learner.weights, full_queue)
+    actors = ActorProcesses(act, flags, seed, buffers, learner.weights, full_queue)
     batch_lock = threading.Lock()  # One thread takes a whole batch off the full queue.
     update_lock = threading.Lock()  # One thread updates the weights.
     stop = threading.Event()
@@ -747,22 +535,22 @@ def train_with_actors(flags, seed, learner, buffers):
         threading.Thread(target=guarded(body), name=name)
         for name, body in bodies.items()
     ]
-    with experiment.Signals(on_second=actors.kill) as signals:
-        try:
-            actors.start()
-            for thread in threads:
-                thread.start()
-            # A handler may not set an Event that this thread may be waiting for.
-            while not stop.wait(0.2):
-                signals.check()
-        finally:
-            stop.set()
-            actors.stop()
-            full_queue.put(None)
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            actors.join()
+    signals.on_second = actors.kill
+    try:
+        actors.start()
+        for thread in threads:
+            thread.start()
+        # A handler may not set an Event that this thread may be waiting for.
+        while not stop.wait(0.2):
+            signals.check()
+    finally:
+        stop.set()
+        actors.stop()
+        full_queue.put(None)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        actors.join()
     if errors:
         raise errors[0]
 
@@ -792,10 +580,10 @@ def num_learner_cores(flags):
 
 
 def check_flags(flags):
-    """ValueError if flags do not fit together."""
+    """BadInput if flags do not fit together."""
     in_actors = max(1, flags.num_actors) * flags.envs_per_actor
     if flags.num_buffers < in_actors + flags.batch_size:
-        raise ValueError(
+        raise BadInput(
             f"--num_buffers {flags.num_buffers} is too small: actors fill {in_actors} "
             f"(--num_actors {flags.num_actors} times --envs_per_actor "
             f"{flags.envs_per_actor}) and a batch takes {flags.batch_size} "
@@ -803,90 +591,31 @@ def check_flags(flags):
         )
 
 
-def check_shared_memory(flags, rollout_bytes):
-    """ValueError if /dev/shm is too small: writing past its end would be a SIGBUS."""
-    needed = rollout_bytes * flags.num_buffers
-    if not os.path.isdir("/dev/shm"):
-        return  # Not Linux: shared memory has no such limit.
-    available = shutil.disk_usage("/dev/shm").free
-    if needed > available:
-        raise ValueError(
-            f"the rollout buffers need {needed:,} bytes of shared memory, /dev/shm has "
-            f"{available:,}: use fewer --num_buffers ({flags.num_buffers} now), or "
-            "enlarge it (mount -o remount,size=8G /dev/shm; docker run --shm-size=8g)"
-        )
-
-
-def test_command(flags):
-    """What the user types to see the trained agent play."""
-    words = [
-        "python -m monobeast --mode test",
-        "--env",
-        flags.env,
-        "--xpid",
-        flags.xpid,
-    ]
-    default = parser().get_default("savedir")
-    if flags.savedir != default:
-        words += ["--savedir", shlex.quote(flags.savedir)]
-    if flags.use_lstm:
-        words += ["--use_lstm"]
-    if flags.full_action_space:
-        words += ["--full_action_space"]
-    return " ".join(words)
-
-
 # Testing.
 
 
 def test(flags):
     """Plays whole games with the weights of a checkpoint. Returns the exit code."""
-    render_mode = None
-    if flags.mode == "test_render":
-        check_display()
-        render_mode = "human"
-    elif flags.video:
-        render_mode = "rgb_array"
+    render_mode = play.render_mode(flags)
     path = experiment.run_path(flags)
     flags.seed = experiment.set_seed(flags.seed)
     env = create_env(flags, 1, render_mode)
     model = create_net(flags, env).eval()
     checkpoint = experiment.load_checkpoint(path / "model.tar", flags, model)
     print(f"{path / 'model.tar'}: step {checkpoint['step']}")
-    video = experiment.Video(flags.video, env.fps) if flags.video else None
-    returns, lengths = [], []
-    step = env.initial(flags.seed)
     core_state = model.initial_state(1)
-    while len(returns) < flags.num_test_episodes:
-        if video is not None:
-            video.write(env.render())
-        with torch.inference_mode():
-            inputs = map_structure(lambda x: torch.from_numpy(x)[None], step)
-            outputs, core_state = model(inputs, core_state)
-            logits = outputs["policy_logits"][0]
-            action = choose_action(logits, greedy=not flags.sample_actions)
-        step = env.step(action.numpy())
-        if step["episode_end"][0]:
-            returns.append(float(step["episode_return"][0]))
-            lengths.append(int(step["episode_step"][0]))
-            print(f"episode {len(returns)}: {returns[-1]:g} in {lengths[-1]} steps")
-            if video is not None:
-                video.write(env.render())
-                video.close()
-                video = None
-    env.close()
-    experiment.report_test(flags, path, checkpoint, returns, lengths)
+
+    @torch.inference_mode()
+    def policy(step):
+        nonlocal core_state  # Net itself forgets it where an episode begins.
+        inputs = map_structure(lambda x: torch.from_numpy(x)[None], step)
+        outputs, core_state = model(inputs, core_state)
+        logits = outputs["policy_logits"][0]
+        return choose_action(logits, greedy=not flags.sample_actions).numpy()
+
+    returns, lengths = play.episodes(flags, env, policy)
+    play.report(flags, path, checkpoint["step"], returns, lengths)
     return 0
-
-
-def check_display():
-    """ValueError where no window can be shown."""
-    displays = ("DISPLAY", "WAYLAND_DISPLAY")
-    if sys.platform == "linux" and not any(map(os.environ.get, displays)):
-        raise ValueError(
-            "--mode test_render needs a display, and neither DISPLAY nor "
-            "WAYLAND_DISPLAY is set: use --mode test --video FILE.mp4"
-        )
 
 
 def main(argv=None):
@@ -896,7 +625,7 @@ def main(argv=None):
     experiment.setup_logging()
     try:
         return train(flags) if flags.mode == "train" else test(flags)
-    except ValueError as e:
+    except BadInput as e:
         p.error(str(e))
 
 

@@ -11,14 +11,14 @@ import threading
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent
-TIMEOUT_S = 120
+TIMEOUT_S = 300  # Against hangs; nothing takes a tenth of it.
 
 
 def command(*args, module="monobeast"):
     return [sys.executable, "-m", module, *map(str, args)]
 
 
-def run(*args, **kwargs):
+def run(*args, timeout_s=TIMEOUT_S, **kwargs):
     """Runs the program to its end. Its output is in .stdout and .stderr."""
     return subprocess.run(
         command(*args),
@@ -26,7 +26,7 @@ def run(*args, **kwargs):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         **kwargs,
     )
 

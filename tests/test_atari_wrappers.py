@@ -468,7 +468,6 @@ def test_environment_knows_the_frames_of_a_step(make):
     assert Environment(make(PONG)).frames_per_step == 4
 
 
-@pytest.mark.xfail(strict=True, reason="ale-py's render_fps is 30: half of the truth")
 @both
 def test_fps_is_that_of_an_atari_2600(make):
     assert Environment(make(PONG)).fps == 60 / 4

@@ -434,7 +434,6 @@ def test_single_environments_say_so_in_their_info():
         np.testing.assert_array_equal(step["terminated"], step["observation"] == 2)
 
 
-@pytest.mark.xfail(strict=True, reason="the mask info['_episode_end'] is not read")
 def test_an_environment_that_says_nothing_ends_as_it_does_next_to_one_that_speaks():
     class Silent(Halves):
         def step(self, action):
@@ -446,7 +445,6 @@ def test_an_environment_that_says_nothing_ends_as_it_does_next_to_one_that_speak
     np.testing.assert_array_equal(steps[2]["episode_end"], [False, True])
 
 
-@pytest.mark.xfail(strict=True, reason="episode_return has the reward of the reset")
 def test_reward_of_a_reset_counts_nowhere():
     """Gymnasium's functional JAX environments give one, phys2d/CartPole-v1 for one."""
 
@@ -717,7 +715,6 @@ def test_old_observation_that_is_a_pair_is_not_taken_for_one_with_an_info():
     assert [x.item() for x in observation] == list(old.env.observations[0])
 
 
-@pytest.mark.xfail(strict=True, reason="reset(seed=) of Gym 0.26 is not used")
 def test_environment_of_gym_0_26_is_seeded_by_its_reset():
     class Late(OldScript):
         def reset(self, *, seed=None, options=None):
@@ -866,11 +863,18 @@ def test_module_that_does_not_exist_is_named():
 
 
 def test_environment_is_made_with_a_render_mode_only_if_asked_to():
-    env = environment.make("torchbeast/Counter-v0")  # Its class has no render_mode.
-    assert env.render_mode is None
-    np.testing.assert_array_equal(env.reset()[0], [0, 0, 0])
-    env = environment.make("CartPole-v1", render_mode="rgb_array")
+    # Counter has no argument render_mode.
+    first, second = environment.make("torchbeast/Counter-v0", num_envs=2)
+    assert first.render_mode is None and first is not second
+    np.testing.assert_array_equal(first.reset()[0], [0, 0, 0])
+    [env] = environment.make("CartPole-v1", render_mode="rgb_array")
     assert env.render_mode == "rgb_array"
+
+
+def test_vector_environment_that_an_id_has_of_its_own_is_used():
+    env = Environment(environment.make("CartPole-v0", num_envs=3))
+    assert not isinstance(env.env, SyncVectorEnv) and env.num_envs == 3
+    assert env.env.unwrapped.max_episode_steps == 200  # As registered.
 
 
 # Seeds.

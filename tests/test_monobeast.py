@@ -6,6 +6,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import actors
 import environment
 import experiment
 import monobeast
@@ -29,7 +30,7 @@ def make_actor(flags, env, seed=0):
     torch.manual_seed(seed)
     model = monobeast.create_net(flags, env)
     specs = monobeast.rollout_specs(flags, env, model)
-    buffers = monobeast.create_buffers(specs, flags.num_buffers)
+    buffers = actors.create_buffers(specs, flags.num_buffers)
     arrays = map_structure(lambda x: x.numpy(), buffers)
     return monobeast.Actor(flags, env, model, seed), buffers, arrays
 
@@ -182,7 +183,7 @@ def test_readers_of_shared_weights_never_see_two_versions_mixed():
     import threading
 
     model = torch.nn.Linear(300, 300)
-    weights = monobeast.SharedWeights(model)
+    weights = actors.SharedWeights(model)
 
     def write():
         for version in range(1, 300):

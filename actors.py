@@ -1,0 +1,250 @@
+"""What MonoBeast's processes share, and what keeps them alive.
+
+Rollout buffers and weights are tensors in shared memory that no name in /dev/shm leads
+to, so nothing is left behind by whatever end. No lock is shared between processes: one
+that is killed takes none along.
+"""
+
+import logging
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+
+import torch
+import torch.multiprocessing as mp
+
+import experiment
+from environment import BadInput, leaves, map_structure
+from experiment import Stop
+
+log = logging.getLogger("torchbeast")
+
+
+def check_shared_memory(flags, specs):
+    """BadInput if /dev/shm is too small: writing past its end would be a SIGBUS."""
+    needed = flags.num_buffers * sum(x.nbytes for _, x in leaves(specs))
+    if not os.path.isdir("/dev/shm"):
+        return  # Not Linux: shared memory has no such limit.
+    available = shutil.disk_usage("/dev/shm").free
+    if needed > available:
+        raise BadInput(
+            f"the rollout buffers need {needed:,} bytes of shared memory, /dev/shm has "
+            f"{available:,}: use fewer --num_buffers ({flags.num_buffers} now), or "
+            "enlarge it (mount -o remount,size=8G /dev/shm; docker run --shm-size=8g)"
+        )
+
+
+def create_buffers(specs, num_buffers):
+    """Shared tensors [T, num_buffers, ...]: a batch is buffer[:, indices]."""
+
+    def create(spec):
+        T, *shape = spec.shape
+        return torch.zeros(T, num_buffers, *shape, dtype=spec.dtype).share_memory_()
+
+    return map_structure(create, specs)
+
+
+class SharedWeights:
+    """A network's weights in shared memory: one writer, any number of readers.
+
+    Two copies, written in turn, so that a reader finds a whole one without a lock that
+    a killed process could take along. (Where the CPU reorders stores, unlike x86, a
+    reader may in theory see two versions mixed, one update apart: harmless.)
+    """
+
+    def __init__(self, model):
+        self._copies = [
+            {
+                k: v.detach().cpu().clone().share_memory_()
+                for k, v in model.state_dict().items()
+            }
+            for _ in range(2)
+        ]
+        self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    @property
+    def version(self):
+        return int(self._version)
+
+    @torch.no_grad()
+    def publish(self, model, version):
+        copy = self._copies[version % 2]
+        for name, x in model.state_dict().items():
+            copy[name].copy_(x)
+        self._version[0] = version
+
+    @torch.no_grad()
+    def fetch(self, model, have=None):
+        """Loads the newest weights, unless they are version `have`. Returns theirs."""
+        while True:
+            version = self.version
+            if version == have:
+                return version
+            model.load_state_dict(self._copies[version % 2])
+            if self.version == version:  # Else it may have been overwritten meanwhile.
+                return version
+
+
+class ActorProcesses:
+    """Starts actors, gives them free buffers, passes full ones on, restarts the dead.
+
+    An actor is a process that runs act(flags, index, seed, buffers, weights,
+    connection) (monobeast.py): it receives lists of indices of buffers to fill, then
+    None; it sends (indices, version of the weights) back, or a traceback.
+
+    Each actor has a pipe of its own and no lock in common with anybody, so killing one
+    at any moment costs the rollouts it was filling and nothing else: their buffers go
+    back to the free queue and another process takes its place.
+
+    free(indices)   any thread; never blocks.
+    run()           one thread; returns after stop(). Raises Stop when there were too
+                    many restarts.
+    stop()          any thread, any number of times; then join(), which takes seconds.
+    full_queue      gets (index, version of the weights it was begun with).
+    """
+
+    AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
+
+    def __init__(self, act, flags, seed, buffers, weights, full_queue):
+        self.act = act
+        self.flags = flags
+        self.seed = seed
+        self.buffers = buffers
+        self.weights = weights
+        self.full_queue = full_queue
+        self.restarts = 0
+        self._context = mp.get_context("spawn")  # Never fork: there are threads.
+        self._lock = threading.Lock()
+        self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
+        self._actors = []  # Guarded by _lock.
+        self._stopping = False  # Guarded by _lock.
+
+    def start(self):
+        for index in range(self.flags.num_actors):
+            self._start_actor(index)
+
+    def _start_actor(self, index):
+        ours, theirs = self._context.Pipe()
+        # Not the seeds of the process it replaces: those led to where it died.
+        seed = experiment.derive_seed(self.seed, index, self.restarts)
+        process = self._context.Process(
+            target=self.act,
+            name=f"actor-{index}",
+            args=(self.flags, index, seed, self.buffers, self.weights, theirs),
+        )
+        process.start()
+        theirs.close()
+        with self._lock:
+            if self._stopping:
+                process.kill()
+            self._actors.append(_ActorProcess(index, process, ours))
+            self._hand_out()
+
+    def free(self, indices):
+        with self._lock:
+            self._free_queue.extend(indices)
+            self._hand_out()
+
+    def _hand_out(self):
+        """With the lock. First those that have none."""
+        E = self.flags.envs_per_actor
+        for ahead in range(self.AHEAD):
+            for actor in self._actors:
+                if len(actor.held) == ahead and len(self._free_queue) >= E:
+                    indices = [self._free_queue.popleft() for _ in range(E)]
+                    actor.held.append(indices)
+                    try:
+                        actor.connection.send(indices)
+                    except OSError:
+                        pass  # Dead: run() finds out, and frees what it held.
+
+    def run(self):
+        while not self._stopping:
+            with self._lock:
+                actors = {a.connection: a for a in self._actors}
+            for connection in multiprocessing.connection.wait(
+                list(actors), timeout=0.5
+            ):
+                self._receive(actors[connection])
+
+    def _receive(self, actor):
+        try:
+            message = actor.connection.recv()
+        except (EOFError, OSError):
+            message = None
+        if isinstance(message, tuple):
+            indices, version = message
+            with self._lock:
+                actor.held.popleft()
+                self._hand_out()
+            for index in indices:
+                self.full_queue.put((index, version))
+        elif not self._stopping:
+            self._replace(actor, message)
+
+    def _replace(self, actor, error):
+        actor.process.join(timeout=5)
+        actor.process.kill()
+        actor.process.join()
+        actor.connection.close()
+        with self._lock:
+            self._actors.remove(actor)
+            for indices in actor.held:
+                self._free_queue.extend(indices)
+        code = actor.process.exitcode
+        reason = (
+            f"\n{error}"
+            if error
+            else (
+                f" {signal.Signals(-code).name}" if code < 0 else f" exit code {code}"
+            )
+        )
+        log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
+        if self.restarts == self.flags.max_actor_restarts:
+            raise Stop(
+                f"actor {actor.index} died after {self.restarts} restarts of actors "
+                "(--max_actor_restarts)"
+            )
+        self.restarts += 1
+        log.info(
+            "actor %d is restarted (%d of %d)",
+            actor.index,
+            self.restarts,
+            self.flags.max_actor_restarts,
+        )
+        self._start_actor(actor.index)
+
+    def stop(self):
+        with self._lock:
+            self._stopping = True
+            for actor in self._actors:
+                try:
+                    actor.connection.send(None)
+                except OSError:
+                    pass
+
+    def join(self):
+        """After stop() and the end of run()."""
+        deadline = time.monotonic() + 2
+        for actor in self._actors:
+            actor.process.join(max(0, deadline - time.monotonic()))
+            actor.process.kill()  # In the middle of a long step.
+            actor.process.join()
+            actor.connection.close()
+
+    def kill(self):
+        """From a signal handler: takes no lock."""
+        for actor in list(self._actors):
+            actor.process.kill()
+
+
+class _ActorProcess:
+    def __init__(self, index, process, connection):
+        self.index = index
+        self.process = process
+        self.connection = connection
+        self.held = deque()  # Lists of indices, in the order it fills them.
