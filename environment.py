@@ -25,6 +25,7 @@ No torch in here: environment servers import this file.
 """
 
 import difflib
+import importlib
 import inspect
 
 import gymnasium
@@ -67,7 +68,10 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
     # Not every environment has the argument.
     kwargs = {"render_mode": render_mode} if render_mode else {}
     try:
-        spec = gymnasium.spec(env_id)
+        module, _, name = env_id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        spec = gymnasium.spec(name)
         if spec.vector_entry_point and num_envs > 1 and not spec.additional_wrappers:
             mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
             return gymnasium.make_vec(env_id, num_envs, mode, **kwargs)

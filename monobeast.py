@@ -188,6 +188,11 @@ def create_net(flags, env):
 
 def choose_action(policy_logits, greedy=False):
     """An action for every [..., A] of logits: sampled, or the most probable one."""
+    if not torch.isfinite(policy_logits).all():
+        raise ValueError(
+            "policy_logits are not finite: the network was given an observation or a "
+            "reward that is NaN or infinite"
+        )
     if greedy:
         return policy_logits.argmax(-1)
     probabilities = F.softmax(policy_logits, dim=-1)

@@ -3,6 +3,7 @@
 --env tests.faulty_envs:Raises-v0 (Gymnasium's syntax: import the module, then make).
 """
 
+import sys
 import time
 
 import gymnasium
@@ -47,9 +48,17 @@ class NaNReward(Base):
         return float("nan") if self.num_steps >= 300 else 1.0
 
 
+class HugeReward(Base):
+    """Finite, but its square is not."""
+
+    def reward(self):
+        return 3e38 if self.num_steps >= 300 else 1.0
+
+
 class Stuck(Base):
     def reward(self):
         if self.num_steps == 300:
+            print("stuck", file=sys.stderr, flush=True)
             time.sleep(3600)
         return 1.0
 
@@ -77,5 +86,5 @@ class Nested(Base):
         return self.observation_space.sample()
 
 
-for _env in (Base, Raises, NaNReward, Stuck, Continuous, Text, Nested):
+for _env in (Base, Raises, NaNReward, HugeReward, Stuck, Continuous, Text, Nested):
     gymnasium.register(f"{_env.__name__}-v0", entry_point=_env)

@@ -11,6 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 import atari_wrappers
 from atari_wrappers import AtariEpisodes, is_atari, make_single, make_vector
 from environment import Environment
+from tests.envs import Catch
 
 ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
@@ -302,6 +303,13 @@ def test_step_after_a_lost_life_presses_fire_where_it_was_lost():
     assert training == [1, 2, 0, 1, 0, 1, 0, 1, 2, 0, 1]
 
 
+def test_life_may_be_lost_in_the_first_step_of_a_game():
+    game = Game([1])
+    steps = play(AtariEpisodes(game, MEANINGS, True), np.full((5, 1), 1))
+    assert [step[2].item() for step in steps] == [t in (1, 2, 3, 5) for t in range(6)]
+    assert game.actions == [[1], [2], [2], [1], [1]]
+
+
 def test_game_without_fire_does_nothing_after_a_lost_life():
     game = Game([2])
     env = AtariEpisodes(game, ["NOOP", "UP"], True)
@@ -432,6 +440,17 @@ def test_later_steps_do_not_change_the_frames_of_earlier_ones(make):
     for before, after in zip(copies, steps):
         for name in before:
             np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+def test_frame_stack_gives_a_new_array_every_step():
+    env = atari_wrappers.FrameStack(Catch(), 3)
+    stacks = [env.reset(seed=0)[0]] + [env.step(1)[0] for _ in range(4)]
+    stacks.append(env.reset()[0])
+    for i, stack in enumerate(stacks[:-1]):
+        # The ball is in row t of the frame of step t.
+        rows = [frame.any(axis=1).argmax() for frame in stack if frame.any()]
+        assert rows == list(range(max(i - 2, 0), i + 1))
+        assert not any(np.shares_memory(stack, other) for other in stacks[i + 1 :])
 
 
 @both

@@ -18,8 +18,8 @@ def test_learns(ability, mode, tmp_path):
     env, args, goal, steps = ABILITIES[ability]
     if mode == "serial":
         args = [*args, "--num_actors", 0]
-    result = run("--env", env, "--total_steps", steps, "--seed", 1,
-                 "--savedir", tmp_path, "--xpid", "x", *args, timeout_s=600)  # fmt: skip
+    args = ["--env", env, "--total_steps", steps, "--seed", 1, *args]
+    result = run("--savedir", tmp_path, "--xpid", "x", *args, timeout_s=600)
     assert result.returncode == 0, result.stderr
     rows = [row for row in read_logs(tmp_path / "x") if row["episode_return"]]
     last = rows[-len(rows) // 20 :]  # The last twentieth of the run.

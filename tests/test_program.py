@@ -218,18 +218,27 @@ def test_exception_in_an_actor_is_shown_and_the_run_ends_after_the_last_restart(
     assert load(savedir)["step"] > 0
 
 
-def test_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(savedir):
-    assert (
-        run(*serial_run(savedir, env=FAULTY + "NaNReward-v0", steps=400)).returncode
-        == 0
-    )
+def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(savedir):
+    args = ("--reward_clipping", "none")
+    env = FAULTY + "HugeReward-v0"
+    assert run(*serial_run(savedir, *args, env=env, steps=400)).returncode == 0
     before = (savedir / "x" / "model.tar").read_bytes()
     for start in (serial_run, small_run):
-        result = run(*start(savedir, env=FAULTY + "NaNReward-v0", steps=10**6))
+        result = run(*start(savedir, *args, env=env, steps=10**6))
         assert result.returncode == 1
-        assert re.search(r"total_loss is nan at step \d+", result.stderr)
+        assert re.search(r"total_loss is (-?inf|nan) at step \d+", result.stderr)
+        assert str(savedir / "x" / "model.tar") in result.stderr
         assert "Traceback" not in result.stderr
         assert (savedir / "x" / "model.tar").read_bytes() == before
+
+
+def test_reward_that_is_not_a_number_is_an_exception_in_the_actor(savedir):
+    args = ("--max_actor_restarts", 0)
+    result = run(*small_run(savedir, *args, env=FAULTY + "NaNReward-v0", steps=10**6))
+    assert result.returncode == 1
+    assert "a reward that is NaN" in result.stderr
+    weights = load(savedir)["model"].values()
+    assert all(torch.isfinite(w).all() for w in weights)
 
 
 def test_full_disk_while_logging_ends_the_run_with_one_error(savedir):
@@ -294,16 +303,14 @@ def test_signal_in_serial_mode_saves(savedir):
 
 def test_actor_stuck_in_its_environment_does_not_hold_up_the_end(savedir):
     with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
-        program.wait_for("results in")
-        while len(program.actors()) < 2:
-            pass
+        program.wait_for("stuck")
         program.signal(signal.SIGTERM)
         assert program.end(timeout_s=10) == 128 + signal.SIGTERM
 
 
 def test_second_signal_quits_at_once(savedir):
     with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
-        program.wait_for("return")
+        program.wait_for("stuck")
         program.signal(signal.SIGTERM)
         program.signal(signal.SIGINT)
         assert program.end(timeout_s=10) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -324,7 +331,7 @@ def test_killed_learner_leaves_no_actor_and_no_shared_memory(savedir):
     [
         (["--env", "PongNoFramskip-v4"], ["PongNoFramskip-v4", "PongNoFrameskip-v4"]),
         (["--env", "no.such.module:Env-v0"], ["no.such.module"]),
-        (["--num_actors", "0", "--num_buffers", "8"], ["--num_buffers 8", "--batch_size"]),
+        (["--num_actors", "0", "--num_buffers", "8"], ["--num_buffers 8", "batch"]),
         (["--learning_rate", "-1"], ["--learning_rate", "-1", "> 0"]),
         (["--learning_rate", "fast"], ["--learning_rate", "'fast'", "not a number"]),
         (["--batch_size", "0"], ["--batch_size", "0", ">= 1"]),
