@@ -6,6 +6,7 @@ import pathlib
 import pty
 import re
 import resource
+import shutil
 import signal
 import subprocess
 
@@ -24,6 +25,20 @@ SMALL = ("--num_actors", 2, "--envs_per_actor", 2, "--batch_size", 2)
 @pytest.fixture
 def savedir(tmp_path):
     return tmp_path / "logs"
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory):
+    savedir = tmp_path_factory.mktemp("trained") / "logs"
+    assert run(*serial_run(savedir, steps=400)).returncode == 0
+    return savedir
+
+
+@pytest.fixture
+def trained(trained_once, savedir):
+    """A savedir of its own, with run "x" of CartPole, 400 steps, serial."""
+    shutil.copytree(trained_once, savedir, symlinks=True)
+    return savedir
 
 
 def small_run(savedir, *args, env="CartPole-v1", steps=4000):
@@ -164,10 +179,9 @@ def test_same_command_resumes_where_it_was(savedir):
     assert meta["first_step"] == 4000 and len(meta["earlier_sessions"]) == 1
 
 
-def test_finished_run_is_not_trained_further(savedir):
-    assert run(*serial_run(savedir, steps=400)).returncode == 0
-    result = run(*serial_run(savedir, steps=400))
-    assert result.returncode == 0 and load(savedir)["step"] == 400
+def test_finished_run_is_not_trained_further(trained):
+    result = run(*serial_run(trained, steps=400))
+    assert result.returncode == 0 and load(trained)["step"] == 400
 
 
 def test_disable_checkpoint_neither_reads_nor_writes_one(savedir):
@@ -241,33 +255,31 @@ def test_reward_that_is_not_a_number_is_an_exception_in_the_actor(savedir):
     assert all(torch.isfinite(w).all() for w in weights)
 
 
-def test_full_disk_while_logging_ends_the_run_with_one_error(savedir):
-    assert run(*serial_run(savedir, steps=400)).returncode == 0
-    before = (savedir / "x" / "model.tar").read_bytes()
-    (savedir / "x" / "logs.csv").unlink()
-    (savedir / "x" / "logs.csv").symlink_to("/dev/full")
-    result = run(*serial_run(savedir, steps=10**6))
+def test_full_disk_while_logging_ends_the_run_with_one_error(trained):
+    before = (trained / "x" / "model.tar").read_bytes()
+    (trained / "x" / "logs.csv").unlink()
+    (trained / "x" / "logs.csv").symlink_to("/dev/full")
+    result = run(*serial_run(trained, steps=10**6))
     assert result.returncode == 1
     assert "No space left on device" in result.stderr
     assert "Traceback" not in result.stderr
-    assert (savedir / "x" / "model.tar").read_bytes() == before
+    assert (trained / "x" / "model.tar").read_bytes() == before
 
 
-def test_full_disk_while_saving_keeps_the_last_checkpoint(savedir):
-    assert run(*serial_run(savedir, steps=400)).returncode == 0
-    before = (savedir / "x" / "model.tar").read_bytes()
+def test_full_disk_while_saving_keeps_the_last_checkpoint(trained):
+    before = (trained / "x" / "model.tar").read_bytes()
 
     def limit():  # A file can grow to half a checkpoint, no further.
         size = len(before) // 2
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
     for start in (serial_run, small_run):
-        result = run(*start(savedir, steps=2000), preexec_fn=limit)
+        result = run(*start(trained, steps=2000), preexec_fn=limit)
         assert result.returncode == 1
         assert "File too large" in result.stderr and "model.tar" in result.stderr
         assert "Traceback" not in result.stderr
-        assert (savedir / "x" / "model.tar").read_bytes() == before
-        assert not list((savedir / "x").glob("*.tmp"))
+        assert (trained / "x" / "model.tar").read_bytes() == before
+        assert not list((trained / "x").glob("*.tmp"))
 
 
 # Signals.
@@ -383,10 +395,9 @@ def test_savedir_that_cannot_be_written_is_named(tmp_path):
 )
 @pytest.mark.parametrize("mode", ["train", "test"])
 def test_checkpoint_that_does_not_fit_is_refused_naming_the_mismatch(
-    savedir, mode, args, words
+    trained, mode, args, words
 ):
-    assert run(*serial_run(savedir, steps=200)).returncode == 0
-    result = run(*serial_run(savedir, "--mode", mode, *args))
+    result = run(*serial_run(trained, "--mode", mode, *args))
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1
     for word in words:
@@ -399,16 +410,15 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", ["pickle", "garbage", "cut"])
-def test_damaged_or_hostile_checkpoint_is_refused_and_not_run(savedir, content):
-    assert run(*serial_run(savedir, steps=200)).returncode == 0
-    path = savedir / "x" / "model.tar"
+def test_damaged_or_hostile_checkpoint_is_refused_and_not_run(trained, content):
+    path = trained / "x" / "model.tar"
     if content == "pickle":
         torch.save({"model": Evil(), "flags": {}}, path)
     elif content == "garbage":
         path.write_bytes(b"garbage")
     else:
         path.write_bytes(path.read_bytes()[:-100])
-    result = run(*serial_run(savedir))
+    result = run(*serial_run(trained))
     assert result.returncode == 2
     assert "not a checkpoint that can be read" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
