@@ -6,8 +6,11 @@
 
 Twice: make_vector() is ale-py's, in C++, and what training uses; make_single() is the
 same from parts of Gymnasium and OpenCV in Python, to edit and to render. They agree
-pixel by pixel (tests/test_atari_wrappers.py). Machado et al. (2018), arXiv 1709.06009:
---sticky_actions 0.25 --full_action_space --no-terminal_on_life_loss.
+pixel by pixel (tests/test_atari_wrappers.py), except that ale-py leaves the last screen
+out of the newest frame where it cuts a game off after half an hour of play.
+
+For the protocol of Machado et al. (2018), arXiv 1709.06009: --sticky_actions 0.25
+--full_action_space --no-terminal_on_life_loss.
 """
 
 import gymnasium
@@ -30,10 +33,15 @@ NOOP_MAX = 30  # Frames before the agent's first, FIRE included.
 MAX_FRAMES = 108_000  # Half an hour of play: the episode is truncated.
 
 
+def _name(env_id):
+    """Without Gymnasium's "module:", as in ale_py:PongNoFrameskip-v4."""
+    return env_id.rpartition(":")[2]
+
+
 def is_atari(env_id: str) -> bool:
     """Whether env_id is an Atari game on pixels. Raises BadInput for one of
     Gymnasium's Atari ids when ale-py is not installed."""
-    spec = gymnasium.registry.get(env_id)
+    spec = gymnasium.registry.get(_name(env_id))
     if spec is None:
         if ale_py is None and (env_id.startswith("ALE/") or "NoFrameskip" in env_id):
             raise BadInput(
@@ -57,7 +65,7 @@ def make_vector(
     num_threads: int = 1,
 ) -> VectorEnv:
     """num_envs games stepped by ale-py in C++, on num_threads threads of its own."""
-    kwargs = gymnasium.spec(env_id).kwargs
+    kwargs = gymnasium.spec(_name(env_id)).kwargs
     env = ale_py.AtariVectorEnv(
         kwargs["game"],
         num_envs,
@@ -84,9 +92,9 @@ def make_single(
     render_mode: str | None = None,
 ) -> VectorEnv:
     """One game, of Python wrappers, as a vector of one."""
-    kwargs = gymnasium.spec(env_id).kwargs
+    kwargs = gymnasium.spec(_name(env_id)).kwargs
     env = gymnasium.make(
-        env_id,
+        _name(env_id),
         frameskip=1,
         repeat_action_probability=_sticky(kwargs, sticky_actions),
         full_action_space=full_action_space,

@@ -74,9 +74,9 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
         spec = gymnasium.spec(name)
         if spec.vector_entry_point and num_envs > 1 and not spec.additional_wrappers:
             mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
-            return gymnasium.make_vec(env_id, num_envs, mode, **kwargs)
+            return gymnasium.make_vec(name, num_envs, mode, **kwargs)
         kwargs["disable_env_checker"] = True
-        return [gymnasium.make(env_id, **kwargs) for _ in range(num_envs)]
+        return [gymnasium.make(name, **kwargs) for _ in range(num_envs)]
     except gymnasium.error.UnregisteredEnv as e:
         raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
     except (gymnasium.error.Error, ImportError, TypeError) as e:
@@ -103,6 +103,8 @@ class Environment:
     """
 
     def __init__(self, env):
+        if isinstance(env, list) and not env:
+            raise BadInput("no environment: expected one or more")
         if not isinstance(env, VectorEnv):
             envs = [_as_gymnasium(e) for e in (env if isinstance(env, list) else [env])]
             env = SyncVectorEnv([lambda e=e: e for e in envs])
@@ -237,6 +239,8 @@ class OldGym(gymnasium.Env):
     """An object of the old Gym API as a Gymnasium environment."""
 
     def __init__(self, env):
+        if isinstance(env, VectorEnv):
+            raise BadInput("a vector environment stands alone, not in a list")
         for name in ("reset", "step", "observation_space", "action_space"):
             if not hasattr(env, name):
                 raise BadInput(
@@ -249,12 +253,17 @@ class OldGym(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        kwargs = {}
-        if seed is not None and "seed" in inspect.signature(self.env.reset).parameters:
-            kwargs = {"seed": seed}  # Gym 0.26.
-        elif seed is not None and hasattr(self.env, "seed"):
+        parameters = inspect.signature(self.env.reset).parameters.values()
+        takes_seed = any(
+            p.name == "seed" or p.kind == p.VAR_KEYWORD for p in parameters
+        )
+        if seed is None:
+            result = self.env.reset()
+        elif hasattr(self.env, "seed"):
             self.env.seed(seed)
-        result = self.env.reset(**kwargs)
+            result = self.env.reset()
+        else:  # Gym 0.26.
+            result = self.env.reset(**({"seed": seed} if takes_seed else {}))
         if isinstance(result, tuple) and len(result) == 2:
             if isinstance(result[1], dict):  # Gym 0.26, and look-alikes.
                 return result

@@ -25,6 +25,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 
@@ -192,7 +193,7 @@ class Stop(Exception):
 class Run:
     """One run: its directory, logs, checkpoint, counters and display.
 
-    All methods but `stop` belong to one thread at a time (the learner's lock holder).
+    Not thread-safe: its methods are for whoever holds the learner's lock.
     """
 
     def __init__(self, flags, frames_per_step=1):
@@ -552,6 +553,7 @@ def setup_logging(path=None):
         log.removeHandler(handler)
         handler.close()
     line = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    threading.excepthook = _thread_excepthook
     logging.raiseExceptions = False  # A full disk must not hide what goes to stderr.
     handlers = [logging.StreamHandler()]
     if path is not None:
@@ -559,6 +561,15 @@ def setup_logging(path=None):
     for handler in handlers:
         handler.setFormatter(line)
         log.addHandler(handler)
+
+
+def _thread_excepthook(args):
+    """TensorBoard's writer dies in a thread of its own when the disk is full: one line.
+    The next write to it raises the error where it is dealt with."""
+    if issubclass(args.exc_type, OSError):
+        log.error("%s: %s", args.thread.name, args.exc_value)
+    else:
+        threading.__excepthook__(args)
 
 
 class Display:

@@ -502,7 +502,7 @@ def test_single_renders_the_screen_of_the_game():
 
 
 def test_is_atari_is_true_for_games_on_pixels():
-    for env_id in (PONG, "PongNoFrameskip-v0", "Pong-v4", "ALE/Pong-v5"):
+    for env_id in (PONG, "Pong-v4", "ALE/Pong-v5", f"ale_py:{PONG}"):
         assert is_atari(env_id), env_id
 
 

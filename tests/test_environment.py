@@ -2,15 +2,11 @@
 
 import copy
 import functools
-import pathlib
-import subprocess
-import sys
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import (
     AsyncVectorEnv,
     AutoresetMode,
@@ -19,7 +15,7 @@ from gymnasium.vector import (
 )
 
 import environment
-from environment import Environment, leaves, map_structure
+from environment import BadInput, Environment, leaves, map_structure
 from tests import envs
 
 E = 3
@@ -726,6 +722,17 @@ def test_environment_of_gym_0_26_is_seeded_by_its_reset():
     assert late.given == 5
 
 
+def test_wrapped_environment_of_gym_0_26_is_seeded_by_its_reset():
+    class Wrapped(OldScript):
+        def reset(self, **kwargs):
+            self.given = kwargs
+            return self.env.reset()
+
+    wrapped = Wrapped(0)
+    Environment(wrapped).initial(5)
+    assert wrapped.given == {"seed": 5}
+
+
 # Errors name the thing.
 
 
@@ -780,6 +787,15 @@ def test_action_of_another_shape_is_refused(action):
         env.step(np.array(action))
     assert str(np.shape(action)) in str(error.value)
     assert "(2,)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [([], "no environment"), ([SyncVectorEnv([envs.Catch])], "not in a list")],
+)
+def test_list_of_anything_but_single_environments_is_refused(env, words):
+    with pytest.raises(BadInput, match=words):
+        Environment(env)
 
 
 def test_step_before_initial_is_refused():
@@ -871,6 +887,7 @@ def test_environment_is_made_with_a_render_mode_only_if_asked_to():
     assert env.render_mode == "rgb_array"
 
 
+@pytest.mark.filterwarnings("ignore:.*out of date")
 def test_vector_environment_that_an_id_has_of_its_own_is_used():
     env = Environment(environment.make("CartPole-v0", num_envs=3))
     assert not isinstance(env.env, SyncVectorEnv) and env.num_envs == 3
@@ -972,113 +989,3 @@ def test_map_structure_goes_through_several_nests_together():
         "a": (1, 4),
         "b": (2, 3),
     }
-
-
-# The environments of tests/envs.py.
-
-
-@pytest.mark.parametrize("name", ["Catch", "Memory", "Bandit", "Counter"])
-def test_small_environments_follow_the_api(name):
-    env = gymnasium.make(f"torchbeast/{name}-v0")
-    assert env.spec.entry_point == f"tests.envs:{name}"
-    check_env(env.unwrapped, skip_render_check=True)
-
-
-def test_small_environments_are_made_without_pytest_and_registered_twice():
-    program = """
-import importlib, warnings, gymnasium
-warnings.simplefilter("error")
-for name in ("Catch", "Memory", "Bandit", "Counter"):
-    env = gymnasium.make(f"tests.envs:torchbeast/{name}-v0")
-    env.reset(seed=0)
-    env.step(0)
-import tests.envs
-importlib.reload(tests.envs)
-gymnasium.make("torchbeast/Catch-v0")
-"""
-    root = pathlib.Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
-
-
-def test_ball_of_catch_falls_and_the_paddle_moves():
-    env = envs.Catch()
-    for seed in range(10):
-        board, _ = env.reset(seed=seed)
-        column, paddle = board[0].argmax(), 2
-        for row in range(1, 10):
-            action = int(env.np_random.integers(3))
-            paddle = min(max(paddle + action - 1, 0), 4)
-            board, reward, last, truncated, _ = env.step(action)
-            expected = np.zeros((10, 5), np.float32)
-            expected[row, column] = expected[9, paddle] = 1
-            np.testing.assert_array_equal(board, expected)
-            assert last == (row == 9) and not truncated
-            assert reward == (0 if not last else 1 if paddle == column else -1)
-
-
-def test_catch_can_be_won_from_every_column():
-    env, won = envs.Catch(), set()
-    for seed in range(40):
-        board, _ = env.reset(seed=seed)
-        column, last = board[0].argmax(), False
-        while not last:
-            paddle = board[-1].argmax() if board[:-1].any() else column
-            board, reward, last, _, _ = env.step(1 + np.sign(column - paddle))
-        assert reward == 1
-        won.add(int(column))
-    assert won == set(range(5))
-
-
-@pytest.mark.parametrize("delay", [0, 2, 5])
-def test_memory_is_solved_by_who_remembers(delay):
-    env, cues = envs.Memory(delay), set()
-    for seed in range(10):
-        observation, _ = env.reset(seed=seed)
-        assert observation.tolist() in ([1, 0, 0], [0, 1, 0])
-        cue = observation.argmax()
-        for t in range(delay + 1):
-            observation, reward, last, _, _ = env.step(0)
-            assert reward == 0 and not last
-            assert observation.tolist() == [0, 0, float(t == delay)]
-        observation, reward, last, _, _ = env.step(cue)
-        assert reward == 1 and last and not observation.any()
-        cues.add(int(cue))
-    assert cues == {0, 1}
-
-
-def test_no_policy_of_observation_and_last_action_gains_anything_in_memory():
-    """All of them: 4 observations, 2 last actions, so 2**8 deterministic policies."""
-    seeds = {}
-    env = envs.Memory()
-    for seed in range(10):
-        env.reset(seed=seed)
-        seeds[env.cue] = seed
-    returns = []
-    for policy in range(2**8):
-        total = 0
-        for cue in (0, 1):
-            observation, _ = env.reset(seed=seeds[cue])
-            last, action = False, 0
-            while not last:
-                seen = int(observation @ [1, 2, 3])
-                action = policy >> (2 * seen + action) & 1
-                observation, reward, last, _, _ = env.step(action)
-                total += reward
-        returns.append(total / 2)
-    assert max(returns) == 0
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_bandit_pays_one_arm_of_each_context(nested):
-    env, arms = envs.Bandit(n=4, nested=nested), {}
-    for seed in range(60):
-        observation, _ = env.reset(seed=seed)
-        assert observation in env.observation_space
-        context = observation["context"] if nested else observation
-        arm = seed % 4
-        _, reward, last, truncated, _ = env.step(arm)
-        assert last and not truncated
-        arms.setdefault(context, {})[arm] = reward
-    assert len(arms) == 4
-    for context, rewards in arms.items():
-        assert rewards == {arm: float(arm == (context + 1) % 4) for arm in range(4)}

@@ -266,14 +266,25 @@ def test_full_disk_while_logging_ends_the_run_with_one_error(trained):
     assert (trained / "x" / "model.tar").read_bytes() == before
 
 
+def limit_files_to(num_bytes):
+    """For preexec_fn: a write past it fails, as on a full disk."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def test_full_disk_under_tensorboard_ends_the_run_without_a_traceback(savedir):
+    args = ("--log_interval_steps", 40, "--disable_checkpoint")
+    args = serial_run(savedir, *args, steps=10**8)
+    result = run(*args, preexec_fn=limit_files_to(300_000))
+    assert result.returncode == 1
+    assert "File too large" in result.stderr and str(savedir / "x") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_full_disk_while_saving_keeps_the_last_checkpoint(trained):
     before = (trained / "x" / "model.tar").read_bytes()
 
-    def limit():  # A file can grow to half a checkpoint, no further.
-        size = len(before) // 2
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
     for start in (serial_run, small_run):
+        limit = limit_files_to(len(before) // 2)
         result = run(*start(trained, steps=2000), preexec_fn=limit)
         assert result.returncode == 1
         assert "File too large" in result.stderr and "model.tar" in result.stderr

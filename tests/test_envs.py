@@ -1,0 +1,119 @@
+"""The environments of tests/envs.py: each tests its ability, and no other."""
+
+import pathlib
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from tests import envs
+
+
+@pytest.mark.parametrize("name", ["Catch", "Memory", "Bandit", "Counter"])
+def test_small_environments_follow_the_api(name):
+    env = gymnasium.make(f"torchbeast/{name}-v0")
+    assert env.spec.entry_point == f"tests.envs:{name}"
+    check_env(env.unwrapped, skip_render_check=True)
+
+
+def test_small_environments_are_made_without_pytest_and_registered_twice():
+    program = """
+import importlib, warnings, gymnasium
+warnings.simplefilter("error")
+for name in ("Catch", "Memory", "Bandit", "Counter"):
+    env = gymnasium.make(f"tests.envs:torchbeast/{name}-v0")
+    env.reset(seed=0)
+    env.step(0)
+import tests.envs
+importlib.reload(tests.envs)
+gymnasium.make("torchbeast/Catch-v0")
+"""
+    root = pathlib.Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+
+
+def test_ball_of_catch_falls_and_the_paddle_moves():
+    env = envs.Catch()
+    for seed in range(10):
+        board, _ = env.reset(seed=seed)
+        column, paddle = board[0].argmax(), 2
+        for row in range(1, 10):
+            action = int(env.np_random.integers(3))
+            paddle = min(max(paddle + action - 1, 0), 4)
+            board, reward, last, truncated, _ = env.step(action)
+            expected = np.zeros((10, 5), np.float32)
+            expected[row, column] = expected[9, paddle] = 1
+            np.testing.assert_array_equal(board, expected)
+            assert last == (row == 9) and not truncated
+            assert reward == (0 if not last else 1 if paddle == column else -1)
+
+
+def test_catch_can_be_won_from_every_column():
+    env, won = envs.Catch(), set()
+    for seed in range(40):
+        board, _ = env.reset(seed=seed)
+        column, last = board[0].argmax(), False
+        while not last:
+            paddle = board[-1].argmax() if board[:-1].any() else column
+            board, reward, last, _, _ = env.step(1 + np.sign(column - paddle))
+        assert reward == 1
+        won.add(int(column))
+    assert won == set(range(5))
+
+
+@pytest.mark.parametrize("delay", [0, 2, 5])
+def test_memory_is_solved_by_who_remembers(delay):
+    env, cues = envs.Memory(delay), set()
+    for seed in range(10):
+        observation, _ = env.reset(seed=seed)
+        assert observation.tolist() in ([1, 0, 0], [0, 1, 0])
+        cue = observation.argmax()
+        for t in range(delay + 1):
+            observation, reward, last, _, _ = env.step(0)
+            assert reward == 0 and not last
+            assert observation.tolist() == [0, 0, float(t == delay)]
+        observation, reward, last, _, _ = env.step(cue)
+        assert reward == 1 and last and not observation.any()
+        cues.add(int(cue))
+    assert cues == {0, 1}
+
+
+def test_no_policy_of_observation_and_last_action_gains_anything_in_memory():
+    """All of them: 4 observations, 2 last actions, so 2**8 deterministic policies."""
+    seeds = {}
+    env = envs.Memory()
+    for seed in range(10):
+        env.reset(seed=seed)
+        seeds[env.cue] = seed
+    returns = []
+    for policy in range(2**8):
+        total = 0
+        for cue in (0, 1):
+            observation, _ = env.reset(seed=seeds[cue])
+            last, action = False, 0
+            while not last:
+                seen = int(observation @ [1, 2, 3])
+                action = policy >> (2 * seen + action) & 1
+                observation, reward, last, _, _ = env.step(action)
+                total += reward
+        returns.append(total / 2)
+    assert max(returns) == 0
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bandit_pays_one_arm_of_each_context(nested):
+    env, arms = envs.Bandit(n=4, nested=nested), {}
+    for seed in range(60):
+        observation, _ = env.reset(seed=seed)
+        assert observation in env.observation_space
+        context = observation["context"] if nested else observation
+        arm = seed % 4
+        _, reward, last, truncated, _ = env.step(arm)
+        assert last and not truncated
+        arms.setdefault(context, {})[arm] = reward
+    assert len(arms) == 4
+    for context, rewards in arms.items():
+        assert rewards == {arm: float(arm == (context + 1) % 4) for arm in range(4)}
