@@ -401,7 +401,7 @@ def test_savedir_that_cannot_be_written_is_named(tmp_path):
     "args, words",
     [
         (["--env", "Acrobot-v1"], ["CartPole-v1", "Acrobot-v1"]),
-        (["--use_lstm"], ["another network", "core.weight_ih_l0", "not there"]),
+        (["--use_lstm"], ["another network", "core.weight_ih", "not there"]),
     ],
 )
 @pytest.mark.parametrize("mode", ["train", "test"])
