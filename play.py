@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 
+import gymnasium
 import numpy as np
 
 import experiment
@@ -34,7 +35,12 @@ def episodes(flags, env, policy):
     the one environment of env. Returns the lists of their returns and lengths."""
     video = Video(flags.video, env.fps) if flags.video else None
     returns, lengths = [], []
-    step = env.initial(flags.seed)
+    try:
+        step = env.initial(flags.seed)
+        if video is not None:
+            env.render()
+    except gymnasium.error.DependencyNotInstalled as e:
+        raise BadInput(f"environment {flags.env!r} cannot be shown: {e}") from e
     while len(returns) < flags.num_test_episodes:
         if video is not None:
             video.write(env.render())
