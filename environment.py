@@ -77,9 +77,9 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
             return gymnasium.make_vec(name, num_envs, mode, **kwargs)
         kwargs["disable_env_checker"] = True
         return [gymnasium.make(name, **kwargs) for _ in range(num_envs)]
-    except gymnasium.error.UnregisteredEnv as e:
-        raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
     except (gymnasium.error.Error, ImportError, TypeError) as e:
+        if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
+            raise BadInput(f"unknown environment {env_id!r}{_close(name)}") from e
         reason = " ".join(str(e).split())
         raise BadInput(f"environment {env_id!r} cannot be made: {reason}") from e
 

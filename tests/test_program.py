@@ -353,6 +353,7 @@ def test_killed_learner_leaves_no_actor_and_no_shared_memory(savedir):
     "args, words",
     [
         (["--env", "PongNoFramskip-v4"], ["PongNoFramskip-v4", "PongNoFrameskip-v4"]),
+        (["--env", "Pong"], ["unknown environment 'Pong'", "Pong-v4"]),
         (["--env", "no.such.module:Env-v0"], ["no.such.module"]),
         (["--num_actors", "0", "--num_buffers", "8"], ["--num_buffers 8", "batch"]),
         (["--learning_rate", "-1"], ["--learning_rate", "-1", "> 0"]),
