@@ -632,6 +632,8 @@ def main(argv=None):
         return train(flags) if flags.mode == "train" else test(flags)
     except BadInput as e:
         p.error(str(e))
+    except KeyboardInterrupt:  # Before or after training: in it, see Signals.
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
