@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
+from multiprocessing import resource_tracker
 
 import torch
 import torch.multiprocessing as mp
@@ -89,6 +90,22 @@ class SharedWeights:
                 return version
 
 
+def receive(connection):
+    """What the learner sends an actor; None also if the learner is gone."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def send(connection, message):
+    """From an actor to the learner. If that is gone, the next receive() tells."""
+    try:
+        connection.send(message)
+    except OSError:
+        pass
+
+
 class ActorProcesses:
     """Starts actors, gives them free buffers, passes full ones on, restarts the dead.
 
@@ -136,7 +153,15 @@ class ActorProcesses:
             name=f"actor-{index}",
             args=(self.flags, index, seed, self.buffers, self.weights, theirs),
         )
-        process.start()
+        # Ctrl-C and a service manager's SIGTERM reach the whole group: they are the
+        # learner's to act on. Blocked, an actor never sees them, from its first moment.
+        resource_tracker.ensure_running()  # Else start() does it, and unblocks them.
+        signals = (signal.SIGINT, signal.SIGTERM)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         with self._lock:
             if self._stopping:

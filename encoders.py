@@ -100,7 +100,8 @@ class OneHotEncoder(nn.Module):
     def __init__(self, sizes, start=0):
         super().__init__()
         self.sizes = sizes
-        self.start = start
+        # A buffer, to be moved along; derived from the space, so not saved.
+        self.register_buffer("start", torch.as_tensor(start), persistent=False)
         self.out_features = 64
         self.layer = nn.Linear(sum(sizes), self.out_features)
 

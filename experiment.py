@@ -12,6 +12,7 @@ logs, checkpoint and resume, the progress display.
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
 import json
@@ -233,6 +234,15 @@ class Run:
             log.warning("no link %s: %s", savedir / "latest", e.strerror)
         setup_logging(self.path / "out.log")
 
+    @contextlib.contextmanager
+    def disk_errors(self):
+        """What the disk refuses ends the run, in one line."""
+        try:
+            yield
+        except OSError as e:
+            message = f"{e.filename or self.path}: {e.strerror}"
+            raise Stop(f"{message}; {self.last_checkpoint()}", save=False) from e
+
     def start(self):
         """Writes meta.json, opens the logs for appending, starts the clock."""
         from torch.utils.tensorboard import SummaryWriter  # Slow to import.
@@ -240,13 +250,14 @@ class Run:
         self._started = self._saved_at = self._row_at = time.monotonic()
         self._row_step = self.step
         self._sums = {}
-        self._write_meta()
-        path = self.path / "logs.csv"
-        self._csv = open(path, "a", newline="", buffering=1)
-        self._writer = csv.DictWriter(self._csv, COLUMNS)
-        if path.stat().st_size == 0:
-            self._writer.writeheader()
-        self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
+        with self.disk_errors():
+            self._write_meta()
+            path = self.path / "logs.csv"
+            self._csv = open(path, "a", newline="", buffering=1)
+            self._writer = csv.DictWriter(self._csv, COLUMNS)
+            if path.stat().st_size == 0:
+                self._writer.writeheader()
+            self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
         self.display = Display(self)
 
     def _write_meta(self):
@@ -311,10 +322,11 @@ class Run:
             rss_mb=round(rss_mb(), 1),
         )
         self._sums, self._row_at, self._row_step = {}, now, self.step
-        self._writer.writerow(row)
-        for name, x in row.items():
-            if name != "step":
-                self._tensorboard.add_scalar(name, x, self.step)
+        with self.disk_errors():
+            self._writer.writerow(row)
+            for name, x in row.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(name, x, self.step)
 
     def save(self, **state):
         """Writes model.tar: state, the counters, the flags, the RNGs. Atomic."""
@@ -330,7 +342,8 @@ class Run:
             returns=list(self.returns),
             rng=get_rng_state(),
         )
-        save_checkpoint(self.checkpoint_path, checkpoint)
+        with self.disk_errors():
+            save_checkpoint(self.checkpoint_path, checkpoint)
         self._saved_at = time.monotonic()
 
     def save_is_due(self):
@@ -619,7 +632,8 @@ class Display:
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         sps = (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
         left = run.flags.total_steps - run.step
-        eta = datetime.timedelta(seconds=int(left / sps)) if sps else "?"
+        seconds = left / sps if sps else math.inf
+        eta = datetime.timedelta(seconds=int(seconds)) if seconds < 1e9 else "?"
         mean = f"{sum(run.returns) / len(run.returns):.1f}" if run.returns else "-"
         return (
             f"step {run.step:,} of {run.flags.total_steps:,}  {sps:,.0f} steps/s  "

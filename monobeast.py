@@ -37,6 +37,8 @@ from actors import (
     SharedWeights,
     check_shared_memory,
     create_buffers,
+    receive,
+    send,
 )
 from encoders import initialize, make_encoder
 from environment import BadInput, map_structure
@@ -264,7 +266,6 @@ def act(flags, index, seed, buffers, weights, connection):
     """Actor process. Fills the buffers whose indices the connection brings, until it
     brings None or is closed. Sends (indices, version of the weights), or the traceback
     of what went wrong."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The learner decides when to end.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     try:
@@ -273,17 +274,12 @@ def act(flags, index, seed, buffers, weights, connection):
         actor = Actor(flags, env, model, seed)
         arrays = map_structure(lambda x: x.numpy(), buffers)
         version = None
-        while (indices := connection.recv()) is not None:
+        while (indices := receive(connection)) is not None:
             version = weights.fetch(model, version)
             actor.rollout(arrays, indices)
-            connection.send((indices, version))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # The learner is gone.
+            send(connection, (indices, version))
     except Exception:
-        try:
-            connection.send(traceback.format_exc())
-        except OSError:
-            sys.exit(1)
+        send(connection, traceback.format_exc())
 
 
 # Learning.
@@ -330,6 +326,10 @@ def learn(flags, model, optimizer, scheduler, batch):
     }
 
 
+def steps_per_update(flags):
+    return flags.unroll_length * flags.batch_size
+
+
 def create_optimizer(flags, model):
     """(optimizer, scheduler): RMSProp, learning rate falling linearly to zero."""
     optimizer = torch.optim.RMSprop(
@@ -339,7 +339,7 @@ def create_optimizer(flags, model):
         momentum=flags.momentum,
         eps=flags.epsilon,
     )
-    steps = flags.unroll_length * flags.batch_size
+    steps = steps_per_update(flags)
 
     def factor(update):
         # RMSProp's mean of squares begins at zero. Uncorrected, its first steps are ten
@@ -386,14 +386,15 @@ class Learner:
     def update(self, batch, episodes, versions):
         """Learns from what make_batch() returned. One thread at a time."""
         run = self.run
+        learning_rate = self.optimizer.param_groups[0]["lr"]
         stats = learn(self.flags, self.model, self.optimizer, self.scheduler, batch)
         stats = {name: x.item() for name, x in stats.items()}  # GPU sync point.
         run.update(
-            num_steps=self.flags.unroll_length * self.flags.batch_size,
+            num_steps=steps_per_update(self.flags),
             losses=stats,
             episodes=episodes,
             policy_lag=run.updates - sum(versions) / len(versions),
-            learning_rate=self.optimizer.param_groups[0]["lr"],
+            learning_rate=learning_rate,
         )
         self.weights.publish(self.model, run.updates)
         if run.save_is_due():
@@ -407,9 +408,21 @@ class Learner:
         )
 
     def restore(self, checkpoint):
+        self.run.restore(checkpoint)
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.scheduler.load_state_dict(checkpoint["scheduler"])
-        self.run.restore(checkpoint)
+        # This command's flags count, not those the checkpoint was made with.
+        flags = self.flags
+        self.scheduler.base_lrs = [flags.learning_rate]
+        self.scheduler.last_epoch = self.run.step // steps_per_update(flags)
+        factor = self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+        self.optimizer.param_groups[0].update(
+            initial_lr=flags.learning_rate,
+            lr=flags.learning_rate * factor,
+            alpha=flags.alpha,
+            momentum=flags.momentum,
+            eps=flags.epsilon,
+        )
         self.weights.publish(self.model, self.run.updates)
 
     @property
@@ -432,6 +445,11 @@ def train(flags):
     device = torch.device("cuda" if use_cuda else "cpu")
     # With actors, this environment only tells the shapes.
     env = create_env(flags, flags.envs_per_actor)
+    if env.num_envs != flags.envs_per_actor:
+        raise BadInput(
+            f"create_env() made {env.num_envs} environments, expected num_envs = "
+            f"{flags.envs_per_actor} (--envs_per_actor)"
+        )
     model = create_net(flags, env)
     specs = rollout_specs(flags, env, model)
     check_shared_memory(flags, specs)
@@ -464,7 +482,7 @@ def train(flags):
                 env.close()
                 train_with_actors(flags, seed, learner, buffers, signals)
             learner.save()
-        except (Stop, OSError) as e:
+        except Stop as e:
             exit_code = end_early(e, learner)
         finally:
             run.close()
@@ -560,20 +578,16 @@ def train_with_actors(flags, seed, learner, buffers, signals):
         raise errors[0]
 
 
-def end_early(error, learner):
+def end_early(stop, learner):
     """Says why, and saves what is worth saving. Returns the exit code."""
-    if isinstance(error, OSError):  # The disk is full, or worse.
-        where = error.filename or learner.run.path
-        error = Stop(f"{where}: {error.strerror}; {learner.run.last_checkpoint()}")
-        error.save = False
-    log.error("%s", error)
-    if error.save:
+    log.error("%s", stop)
+    if stop.save:
         try:
             learner.save()
-        except OSError as e:
-            log.error("not saved: %s; %s", e.strerror, learner.run.last_checkpoint())
-            return 1
-    return error.exit_code
+        except Stop as e:
+            log.error("not saved: %s", e)
+            return e.exit_code
+    return stop.exit_code
 
 
 def num_learner_cores(flags):
@@ -586,6 +600,8 @@ def num_learner_cores(flags):
 
 def check_flags(flags):
     """BadInput if flags do not fit together."""
+    if flags.video:
+        raise BadInput("--video goes with --mode test")
     in_actors = max(1, flags.num_actors) * flags.envs_per_actor
     if flags.num_buffers < in_actors + flags.batch_size:
         raise BadInput(

@@ -120,6 +120,8 @@ def command(flags, module):
     words += ["--xpid", shlex.quote(flags.xpid)]
     if flags.savedir != experiment.parser().get_default("savedir"):
         words += ["--savedir", shlex.quote(flags.savedir)]
+    if flags.sticky_actions is not None:
+        words.append(f"--sticky_actions {flags.sticky_actions}")
     for name in ("use_lstm", "full_action_space"):
         if getattr(flags, name):
             words.append(f"--{name}")

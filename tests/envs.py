@@ -59,7 +59,7 @@ class Memory(gymnasium.Env):
     a network that sees its own last action (as ours do) needs no recurrent state: it
     presses the cue until it is asked, and reads it off its last action.
 
-    The delay is short because a fresh nn.LSTM forgets half of its state every step.
+    The delay is short so that a test learns it in seconds.
     """
 
     def __init__(self, delay=2):

@@ -43,6 +43,13 @@ class Raises(Base):
         return 1.0
 
 
+class LosesItsServer(Base):
+    def reward(self):
+        if self.num_steps == 300:
+            raise ConnectionResetError("the game server hung up")
+        return 1.0
+
+
 class NaNReward(Base):
     def reward(self):
         return float("nan") if self.num_steps >= 300 else 1.0
@@ -86,5 +93,15 @@ class Nested(Base):
         return self.observation_space.sample()
 
 
-for _env in (Base, Raises, NaNReward, HugeReward, Stuck, Continuous, Text, Nested):
+for _env in (
+    Base,
+    Raises,
+    LosesItsServer,
+    NaNReward,
+    HugeReward,
+    Stuck,
+    Continuous,
+    Text,
+    Nested,
+):
     gymnasium.register(f"{_env.__name__}-v0", entry_point=_env)

@@ -105,6 +105,14 @@ def test_impossible_choices_of_an_action_are_never_taken():
     assert (probabilities[..., 0, 2:] == 0).all()
 
 
+def test_everything_that_is_not_a_weight_moves_with_the_net():
+    flags = parse("--envs_per_actor", B)
+    net = monobeast.create_net(flags, nested()).to("meta")
+    step = map_structure(torch.as_tensor, nested().initial())
+    step = map_structure(lambda x: x[None].to("meta"), step)
+    assert net(step)[0]["baseline"].device.type == "meta"
+
+
 def test_lstm_forgets_at_the_first_step_of_an_episode():
     flags = parse("--use_lstm")
     env = environment.Environment([gymnasium.make("CartPole-v1") for _ in range(B)])

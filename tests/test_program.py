@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 import torch
@@ -179,6 +180,17 @@ def test_same_command_resumes_where_it_was(savedir):
     assert meta["first_step"] == 4000 and len(meta["earlier_sessions"]) == 1
 
 
+def test_resumed_run_takes_the_learning_rate_of_its_own_command(trained):
+    args = ("--learning_rate", 1e-3, "--log_interval_steps", 40)
+    assert run(*serial_run(trained, *args, steps=1000)).returncode == 0
+    rates = [float(row["learning_rate"]) for row in read_logs(trained / "x")][1:]
+    expected = [  # Falling from 1e-3 over 1,000 steps of 40 an update, the 11th first.
+        1e-3 * (1 - update * 40 / 1000) * (1 - 0.99 ** (update + 1)) ** 0.5
+        for update in range(10, 25)
+    ]
+    assert rates == pytest.approx(expected)
+
+
 def test_finished_run_is_not_trained_further(trained):
     result = run(*serial_run(trained, steps=400))
     assert result.returncode == 0 and load(trained)["step"] == 400
@@ -230,6 +242,14 @@ def test_exception_in_an_actor_is_shown_and_the_run_ends_after_the_last_restart(
     assert result.stderr.count("RuntimeError: the ball went through the floor") == 3
     assert "died after 2 restarts of actors (--max_actor_restarts)" in result.stderr
     assert load(savedir)["step"] > 0
+
+
+@pytest.mark.parametrize("start", [serial_run, small_run])
+def test_connection_error_of_an_environment_is_its_own(savedir, start):
+    args = ("--max_actor_restarts", 0)
+    result = run(*start(savedir, *args, env=FAULTY + "LosesItsServer-v0", steps=10**6))
+    assert result.returncode == 1
+    assert "ConnectionResetError: the game server hung up" in result.stderr
 
 
 def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(savedir):
@@ -307,13 +327,25 @@ def test_signal_saves_and_ends_within_seconds(savedir, signum):
     assert load(savedir)["step"] > 0
 
 
-def test_ctrl_c_reaches_the_whole_group_and_still_saves(savedir):
-    with Program(*small_run(savedir, steps=10**8)) as program:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_whole_group_saves_and_actors_do_not_see_it(savedir, signum):
+    args = ("--max_actor_restarts", 0)
+    with Program(*small_run(savedir, *args, steps=10**8)) as program:
         program.wait_for("return")
+        os.killpg(program.process.pid, signum)
+        assert program.end(timeout_s=10) == 128 + signum
+        assert "Traceback" not in program.output and "died" not in program.output
+    assert load(savedir)["step"] > 0
+
+
+def test_ctrl_c_while_actors_start_is_no_traceback(savedir):
+    with Program(*small_run(savedir, steps=10**8)) as program:
+        program.wait_for("results in")
+        while len(program.actors()) < 2:
+            time.sleep(0.01)
         os.killpg(program.process.pid, signal.SIGINT)
         assert program.end(timeout_s=10) == 128 + signal.SIGINT
-        assert "Traceback" not in program.output
-    assert load(savedir)["step"] > 0
+        assert "Traceback" not in program.output and "died" not in program.output
 
 
 def test_signal_in_serial_mode_saves(savedir):
@@ -366,6 +398,7 @@ def test_killed_learner_leaves_no_actor_and_no_shared_memory(savedir):
         (["--num_actors", "3", "--envs_per_actor", "4", "--num_buffers", "8"],
          ["--num_buffers 8", "--num_actors 3", "--batch_size"]),
         (["--num_buffers", "2000000000"], ["shared memory", "bytes", "/dev/shm"]),
+        (["--video", "x.mp4"], ["--video", "--mode test"]),
         (["--mode", "test"], ["no checkpoint at", "model.tar"]),
         (["--mode", "test", "--xpid", "absent"], ["absent/model.tar"]),
         (["--mode", "test_render"], ["DISPLAY"]),
@@ -388,6 +421,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     for word in words:
         assert word in stderr
     assert not savedir.exists()
+
+
+def test_create_env_that_makes_another_number_is_told_so(savedir, capfd, monkeypatch):
+    create_env = monobeast.create_env
+    monkeypatch.setattr(monobeast, "create_env", lambda flags, n: create_env(flags, 1))
+    with pytest.raises(SystemExit):
+        monobeast.main([str(a) for a in small_run(savedir)])
+    assert "made 1 environments, expected num_envs = 2" in capfd.readouterr().err
 
 
 def test_savedir_that_cannot_be_written_is_named(tmp_path):
