@@ -65,7 +65,7 @@ class HugeReward(Base):
 class Stuck(Base):
     def reward(self):
         if self.num_steps == 300:
-            print("stuck", file=sys.stderr, flush=True)
+            print("sleeps for an hour", file=sys.stderr, flush=True)
             time.sleep(3600)
         return 1.0
 

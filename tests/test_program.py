@@ -358,14 +358,14 @@ def test_signal_in_serial_mode_saves(savedir):
 
 def test_actor_stuck_in_its_environment_does_not_hold_up_the_end(savedir):
     with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
-        program.wait_for("stuck")
+        program.wait_for("sleeps for an hour")
         program.signal(signal.SIGTERM)
         assert program.end(timeout_s=10) == 128 + signal.SIGTERM
 
 
 def test_second_signal_quits_at_once(savedir):
     with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
-        program.wait_for("stuck")
+        program.wait_for("sleeps for an hour")
         program.signal(signal.SIGTERM)
         program.signal(signal.SIGINT)
         assert program.end(timeout_s=10) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
