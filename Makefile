@@ -5,35 +5,63 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
+cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong test lint format bench clean
+.PHONY: help setup pong test csrc-test fuzz wheel lint format bench clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make test    all tests (ARGS=\"-k name\")"
-	@echo "make setup   the virtual environment $(VENV), and nothing else"
+	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
+	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
+	@echo "make fuzz    FUZZ_SECONDS (60) of random messages"
 	@echo "make bench   steps per second of this machine"
 	@echo "make lint    what CI checks of the style; make format mends it"
 	@echo "make clean   removes $(VENV) and everything built"
 
-setup: $(VENV)/.dev
+setup: $(VENV)/.dev $(VENV)/.csrc
 
 pong: $(VENV)/.run
 	$(python) -m monobeast --env PongNoFrameskip-v4 $(ARGS)
 
-test: $(VENV)/.dev
-	$(python) -m ruff check .
-	$(python) -m ruff format --check .
+test: lint csrc-test
 	$(python) -m pytest $(ARGS)
 
-lint: $(VENV)/.dev
+lint: setup
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(cpp_files)
 
-format: $(VENV)/.dev
+format: setup
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
+	$(VENV)/bin/clang-format -i $(cpp_files)
+
+# The C++ tests in three builds: as it is, and with the sanitizers of threads and memory.
+csrc-test: setup
+	@$(MAKE) --no-print-directory -j 2 $(builds:%=build/csrc/%/tests)
+	@for build in $(builds); do \
+		echo "C++ tests, $$build"; build/csrc/$$build/tests --minimal || exit 1; \
+	done
+
+fuzz: $(VENV)/.system build/csrc/fuzz/fuzz_wire
+	@mkdir -p build/corpus
+	build/csrc/fuzz/fuzz_wire -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 \
+		-timeout=10 -rss_limit_mb=2048 build/corpus tests/csrc/corpus
+
+# One for each of these interpreters that is there, with gRPC's libraries inside.
+wheel: $(VENV)/.dev $(VENV)/.system
+	rm -rf build/wheels
+	@for python in $(PYTHONS); do \
+		$$python -c "" 2>/dev/null || { echo "make: no $$python here"; continue; }; \
+		$$python -m pip wheel --quiet --disable-pip-version-check --no-deps \
+			--wheel-dir build/wheels . || exit 1; \
+	done
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(python) -m auditwheel repair \
+		--wheel-dir dist build/wheels/*.whl
 
 bench: $(VENV)/.run
 	$(python) benchmarks/monobeast.py $(ARGS)
@@ -61,6 +89,61 @@ $(VENV)/.run: $(VENV)/.python requirements.txt
 $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	$(python) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
+
+# The C++ part, built in place.
+$(VENV)/.csrc: $(VENV)/.dev $(VENV)/.system setup.py pyproject.toml $(wildcard csrc/*)
+	$(python) -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--no-deps --editable .
+	$(python) -c "import libtorchbeast"
+	touch $@
+
+# What it is built from is looked for before anything is installed, so that an environment
+# of conda or Homebrew will do.
+system_packages := g++ pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler \
+	protobuf-compiler-grpc doctest-dev
+$(VENV)/.system: $(VENV)/.python
+	@command -v c++ >/dev/null && command -v protoc >/dev/null && \
+	command -v grpc_cpp_plugin >/dev/null && pkg-config --exists grpc++ protobuf && \
+	echo '#include <doctest/doctest.h>' | c++ -x c++ -E - >/dev/null 2>&1 || \
+		$(MAKE) --no-print-directory system-package PACKAGE="$(system_packages)"
+	touch $@
+
+# The C++ tests' objects: build/csrc/<build>/<file>.o.
+builds := plain thread address
+plain_flags := -O2
+thread_flags := -O1 -g -fsanitize=thread
+address_flags := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc \
+	-MMD -MP
+test_objects := $(patsubst tests/csrc/%.cc,%.o,$(wildcard tests/csrc/test_*.cc)) main.o \
+	protocol.pb.o
+
+build/csrc/protocol.pb.cc: csrc/protocol.proto
+	@mkdir -p build/csrc
+	protoc -Icsrc --cpp_out=build/csrc $<
+
+define csrc_build
+build/csrc/$(1)/%.o: tests/csrc/%.cc build/csrc/protocol.pb.cc
+	@mkdir -p build/csrc/$(1)
+	c++ $$(CXXFLAGS_TESTS) $$($(1)_flags) -c $$< -o $$@
+
+build/csrc/$(1)/protocol.pb.o: build/csrc/protocol.pb.cc
+	@mkdir -p build/csrc/$(1)
+	c++ -std=c++17 -pthread $$($(1)_flags) -c $$< -o $$@
+
+build/csrc/$(1)/tests: $(test_objects:%=build/csrc/$(1)/%)
+	c++ $$($(1)_flags) -pthread $$^ -o $$@ `pkg-config --libs protobuf`
+endef
+$(foreach build,$(builds),$(eval $(call csrc_build,$(build))))
+-include $(wildcard build/csrc/*/*.d)
+
+build/csrc/fuzz/fuzz_wire: tests/csrc/fuzz_wire.cc build/csrc/protocol.pb.cc $(wildcard csrc/*.h)
+	@command -v clang++ >/dev/null || $(MAKE) --no-print-directory system-package \
+		PACKAGE="clang"
+	@mkdir -p build/csrc/fuzz
+	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined \
+		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_wire.cc \
+		build/csrc/protocol.pb.cc -o $@ `pkg-config --libs protobuf`
 
 # Installs PACKAGE where that is possible without asking; says what to type where not.
 .PHONY: system-package

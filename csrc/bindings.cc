@@ -1,0 +1,431 @@
+// libtorchbeast's Python side: nests, queues and batchers of torch tensors.
+
+#include <grpcpp/grpcpp.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+#include "batching_queue.h"
+#include "dlpack.h"
+#include "dynamic_batcher.h"
+#include "nest.h"
+#include "wire.h"
+
+namespace torchbeast {
+namespace {
+
+using PyNest = Nest<py::object>;
+
+void flatten(py::handle object, int depth, Structure* structure,
+             std::vector<py::object>* leaves) {
+  if (depth > kMaxDepth) {
+    throw std::invalid_argument("the nest is deeper than " + std::to_string(kMaxDepth) +
+                                " levels");
+  }
+  if (PyTuple_Check(object.ptr()) || PyList_Check(object.ptr())) {
+    structure->kind = PyTuple_Check(object.ptr()) ? Kind::kTuple : Kind::kList;
+    for (const py::handle child : object) {
+      flatten(child, depth + 1, &structure->children.emplace_back(), leaves);
+    }
+  } else if (PyDict_Check(object.ptr())) {
+    structure->kind = Kind::kDict;
+    for (const auto& [key, child] : py::reinterpret_borrow<py::dict>(object)) {
+      if (!py::isinstance<py::str>(key)) {
+        throw std::invalid_argument("nests have strings for keys, got " +
+                                    std::string(py::repr(key)));
+      }
+      structure->keys.push_back(key.cast<std::string>());
+      flatten(child, depth + 1, &structure->children.emplace_back(), leaves);
+    }
+  } else {
+    leaves->push_back(py::reinterpret_borrow<py::object>(object));
+  }
+}
+
+PyNest to_nest(const py::object& object) {
+  auto structure = std::make_shared<Structure>();
+  PyNest nest;
+  flatten(object, 0, structure.get(), &nest.leaves);
+  nest.structure = std::move(structure);
+  return nest;
+}
+
+py::object build(const Structure& structure, const py::object** next) {
+  if (structure.kind == Kind::kLeaf) return *(*next)++;
+  if (structure.kind == Kind::kDict) {
+    py::dict dict;
+    for (size_t i = 0; i < structure.keys.size(); ++i) {
+      dict[py::str(structure.keys[i])] = build(structure.children[i], next);
+    }
+    return dict;
+  }
+  py::list list;
+  for (const Structure& child : structure.children) list.append(build(child, next));
+  if (structure.kind == Kind::kTuple) return py::tuple(list);
+  return list;
+}
+
+py::object to_python(const PyNest& nest) {
+  const py::object* next = nest.leaves.data();
+  return build(*nest.structure, &next);
+}
+
+Nest<Array> to_arrays(const py::object& object) {
+  const PyNest nest = to_nest(object);
+  Nest<Array> arrays{nest.structure, {}};
+  arrays.leaves.reserve(nest.leaves.size());
+  for (size_t i = 0; i < nest.leaves.size(); ++i) {
+    arrays.leaves.push_back(
+        import_array(nest.leaves[i], [&] { return nest.structure->leaf_name(i); }));
+  }
+  return arrays;
+}
+
+// Hands an Array to np.from_dlpack, which takes objects and not capsules.
+struct Exporter {
+  Array array;
+};
+
+py::object to_python(const Nest<Array>& nest) {
+  return to_python(nest.map([](const Array& array) -> py::object {
+    if (const Torch* torch = Torch::get())
+      return torch->from_dlpack(export_array(array));
+    return py::module_::import("numpy").attr("from_dlpack")(Exporter{array});
+  }));
+}
+
+// Releases the GIL for as long as it lives, but for poll().
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  // May unwind a daemon thread that the interpreter ends.
+  ~WithoutGil() noexcept(false) {
+    if (state_ != nullptr) acquire();
+  }
+
+  // Runs signal handlers if this is the main thread. Throws what they raise.
+  void poll() {
+    acquire();
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    state_ = PyEval_SaveThread();
+  }
+
+ private:
+  void acquire() {
+    // There is no GIL to be had any more: the process is about to end.
+    while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
+    PyEval_RestoreThread(std::exchange(state_, nullptr));
+  }
+
+  static bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+  }
+
+  PyThreadState* state_;
+};
+
+// f(poll) without the GIL, so that other threads run, and Ctrl-C ends it.
+template <typename F>
+auto blocking(F f) {
+  WithoutGil without_gil;
+  return f([&] { without_gil.poll(); });
+}
+
+// PyTorch's page-locked memory, which goes to a GPU asynchronously. PyTorch recycles it
+// itself: it knows which copies are still under way.
+Allocate pinned_allocator() {
+  const bool cuda =
+      Torch::get() != nullptr &&
+      py::module_::import("torch").attr("cuda").attr("is_available")().cast<bool>();
+  if (!cuda) {
+    throw std::invalid_argument("pin_memory is True, but PyTorch finds no GPU");
+  }
+  return [](size_t bytes) {
+    py::gil_scoped_acquire gil;
+    const auto torch = py::module_::import("torch");
+    auto tensor = std::make_unique<py::object>(torch.attr("empty")(
+        bytes, py::arg("dtype") = torch.attr("uint8"), py::arg("pin_memory") = true));
+    auto* data =
+        reinterpret_cast<std::byte*>(tensor->attr("data_ptr")().cast<std::uintptr_t>());
+    return std::shared_ptr<std::byte>(data, [owner = tensor.release()](std::byte*) {
+      py::gil_scoped_acquire gil;
+      delete owner;
+    });
+  };
+}
+
+Allocate allocator(bool pin_memory) {
+  return pin_memory ? pinned_allocator() : recycling_allocator();
+}
+
+struct Empty {};
+using Queue = BatchingQueue<Empty>;
+
+// dequeue() as the next of an iteration.
+template <typename F>
+auto next(F dequeue) {
+  try {
+    return dequeue();
+  } catch (const Closed&) {
+    throw py::stop_iteration();
+  }
+}
+
+py::object dequeue_many(Queue* queue) {
+  const Queue::Batch batch =
+      blocking([&](const Poll& poll) { return queue->dequeue_many(poll); });
+  return to_python(batch.arrays);
+}
+
+std::unique_ptr<DynamicBatcher::Batch> get_batch(DynamicBatcher* batcher) {
+  return blocking([&](const Poll& poll) { return batcher->get_batch(poll); });
+}
+
+void bind_nest(py::module_ nest) {
+  nest.doc() =
+      "Nested tuples, lists and dicts (with strings for keys) of leaves: everything "
+      "else.\n\n"
+      "Results have the structure of the first nest. Where several nests are given, "
+      "tuples\nmatch lists, and the order of a dict's keys does not matter; ValueError "
+      "says where\nthey differ otherwise. A namedtuple comes back as a tuple.";
+  nest.def(
+      "map",
+      [](const py::function& f, const py::object& n) {
+        return to_python(to_nest(n).map(
+            [&](const py::object& leaf) { return py::object(f(leaf)); }));
+      },
+      py::arg("f"), py::arg("nest"), "f(leaf) for each leaf.");
+  nest.def(
+      "map_many2",
+      [](const py::function& f, const py::object& a, const py::object& b) {
+        return to_python(zip<py::object>({to_nest(a), to_nest(b)})
+                             .map([&](const std::vector<py::object>& leaves) {
+                               return py::object(f(leaves[0], leaves[1]));
+                             }));
+      },
+      py::arg("f"), py::arg("nest1"), py::arg("nest2"),
+      "f(leaf1, leaf2) for the leaves at the same place of both.");
+  const auto zip_all = [](const py::args& nests) {
+    std::vector<PyNest> all;
+    for (const py::handle n : nests) {
+      all.push_back(to_nest(py::reinterpret_borrow<py::object>(n)));
+    }
+    return zip(all).map([](const std::vector<py::object>& leaves) -> py::object {
+      return py::cast(leaves);
+    });
+  };
+  nest.def(
+      "map_many",
+      [zip_all](const py::function& f, const py::args& nests) {
+        return to_python(zip_all(nests).map(
+            [&](const py::object& leaves) { return py::object(f(leaves)); }));
+      },
+      "f([leaf1, leaf2, ...]) for the leaves at the same place of all nests.");
+  nest.def(
+      "zip", [zip_all](const py::args& nests) { return to_python(zip_all(nests)); },
+      "One nest, whose leaves are the lists of the nests' leaves.");
+  nest.def(
+      "flatten", [](const py::object& n) { return to_nest(n).leaves; }, py::arg("nest"),
+      "The list of its leaves, in order.");
+  nest.def(
+      "pack_as",
+      [](const py::object& n, const py::iterable& leaves) {
+        PyNest packed = to_nest(n);
+        const size_t expected = packed.leaves.size();
+        packed.leaves.clear();
+        for (const py::handle leaf : leaves) {
+          packed.leaves.push_back(py::reinterpret_borrow<py::object>(leaf));
+        }
+        if (packed.leaves.size() != expected) {
+          throw std::invalid_argument("got " + std::to_string(packed.leaves.size()) +
+                                      " leaves, expected " + std::to_string(expected) +
+                                      " for this nest");
+        }
+        return to_python(packed);
+      },
+      py::arg("nest"), py::arg("leaves"),
+      "The leaves in the nest's structure: pack_as(n, flatten(n)) equals n.");
+  nest.def(
+      "front", [](const py::object& n) { return to_nest(n).front(); }, py::arg("nest"),
+      "Its first leaf. ValueError if it has none.");
+}
+
+PYBIND11_MODULE(_libtorchbeast, m) {
+  m.doc() = "The C++ part of libtorchbeast.";
+  (void)Torch::get();  // Imported now: not in a thread, nor while the interpreter ends.
+  m.attr("GRPC_VERSION") = grpc::Version();
+  bind_nest(m.def_submodule("nest"));
+  py::register_exception<Closed>(m, "ClosedBatchingQueue", PyExc_RuntimeError)
+      .attr("__doc__") = "A queue or batcher was closed: nothing goes in or comes out.";
+  py::register_exception<AsyncError>(m, "AsyncError", PyExc_RuntimeError)
+      .attr("__doc__") = "The batch that a call was part of got no outputs.";
+
+  py::class_<Exporter>(m, "_Exporter")
+      .def("__dlpack_device__", [](const Exporter&) { return py::make_tuple(1, 0); })
+      .def("__dlpack__", [](const Exporter& self, const py::kwargs& kwargs) {
+        const bool versioned =
+            kwargs.contains("max_version") && !kwargs["max_version"].is_none();
+        return versioned ? export_array<dlpack::ManagedVersioned>(self.array)
+                         : export_array(self.array);
+      });
+
+  py::class_<Queue>(m, "BatchingQueue", R"(Nests of tensors go in, batches come out.
+
+Any number of threads may put in and take out. An item is a nest of torch tensors or
+NumPy arrays in host memory, of one or more rows along batch_dim; all arrays of an item
+have the same number of rows. It is copied when enqueue() returns. A batch has the items
+that wait, oldest first, as many as fit into maximum_batch_size rows; it never splits an
+item. Its tensors are contiguous and stay valid after the queue is gone.
+
+Args:
+    batch_dim: the dimension along which items are joined.
+    minimum_batch_size: rows that a batch waits for. It has fewer if the next item does
+        not fit, if timeout_ms have passed since its first item came, or if the queue is
+        closed.
+    maximum_batch_size: rows that memory is reserved for.
+    timeout_ms: None waits for minimum_batch_size without end.
+    check_inputs: True refuses an item whose structure, dtypes or other dimensions are not
+        those of the first one. False puts it into another batch.
+    maximum_queue_size: items that may wait; enqueue() blocks while they do, unless they
+        are too few for a batch.
+    pin_memory: True gives batches in page-locked memory, for asynchronous copies to a GPU.
+
+Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
+      .def(py::init([](int batch_dim, int64_t minimum_batch_size,
+                       int64_t maximum_batch_size, std::optional<int64_t> timeout_ms,
+                       bool check_inputs, std::optional<int64_t> maximum_queue_size,
+                       bool pin_memory) {
+             const BatchingOptions options{batch_dim,          minimum_batch_size,
+                                           maximum_batch_size, timeout_ms,
+                                           check_inputs,       maximum_queue_size};
+             return std::make_unique<Queue>(options, allocator(pin_memory));
+           }),
+           py::arg("batch_dim"), py::arg("minimum_batch_size") = 1,
+           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
+           py::arg("check_inputs") = true, py::arg("maximum_queue_size") = py::none(),
+           py::arg("pin_memory") = false)
+      .def(
+          "enqueue",
+          [](Queue& self, const py::object& item) {
+            const Nest<Array> arrays = to_arrays(item);
+            blocking([&](const Poll& poll) { self.enqueue(arrays, {}, poll); });
+          },
+          py::arg("item"),
+          "Blocks while the queue is full. ValueError for an item that cannot be "
+          "batched,\nClosedBatchingQueue after close(): in both cases it has not gone "
+          "in.")
+      .def("dequeue_many", &dequeue_many,
+           "Blocks until a batch is ready, and returns it: a nest of tensors.\n"
+           "ClosedBatchingQueue if the queue is closed and drained; an iteration ends "
+           "there.")
+      .def("__iter__", [](const py::object& self) { return self; })
+      .def("__next__",
+           [](Queue& self) { return next([&] { return dequeue_many(&self); }); })
+      .def("size", &Queue::size, "How many items wait.")
+      .def(
+          "close",
+          [](Queue& self, bool discard) {
+            blocking([&](const Poll&) { self.close(discard); });
+          },
+          py::arg("discard") = false,
+          "Wakes everyone. Items that wait can still be dequeued, unless discard is "
+          "True.\n"
+          "May be called twice.")
+      .def("is_closed", &Queue::is_closed);
+
+  py::class_<DynamicBatcher> batcher(
+      m, "DynamicBatcher",
+      R"(Many threads compute(), one evaluates their inputs in batches.
+
+    batcher = DynamicBatcher(batch_dim=1)
+
+    # Any number of threads:
+    outputs = batcher.compute(inputs)
+
+    # One or more threads:
+    for batch in batcher:
+        batch.set_outputs(model(batch.get_inputs()))
+
+Inputs and outputs are nests of tensors, as in BatchingQueue, whose arguments these are.
+With check_outputs=True, outputs of another structure, dtype or row shape than the first
+ones are refused.
+
+Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)");
+  batcher
+      .def(py::init([](int batch_dim, int64_t minimum_batch_size,
+                       int64_t maximum_batch_size, std::optional<int64_t> timeout_ms,
+                       bool check_outputs, bool pin_memory) {
+             const BatchingOptions options{batch_dim, minimum_batch_size,
+                                           maximum_batch_size, timeout_ms};
+             return std::make_unique<DynamicBatcher>(options, check_outputs,
+                                                     allocator(pin_memory));
+           }),
+           py::arg("batch_dim"), py::arg("minimum_batch_size") = 1,
+           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
+           py::arg("check_outputs") = true, py::arg("pin_memory") = false)
+      .def(
+          "compute",
+          [](DynamicBatcher& self, const py::object& inputs) {
+            const Nest<Array> arrays = to_arrays(inputs);
+            return to_python(
+                blocking([&](const Poll& poll) { return self.compute(arrays, poll); }));
+          },
+          py::arg("inputs"),
+          "Blocks until the batch has outputs; returns this call's rows of them.\n"
+          "ClosedBatchingQueue if the batcher is or gets closed, AsyncError if the "
+          "batch "
+          "was\ndropped without outputs, ValueError for inputs that cannot be batched.")
+      .def("__iter__", [](const py::object& self) { return self; })
+      .def(
+          "__next__",
+          [](DynamicBatcher& self) { return next([&] { return get_batch(&self); }); },
+          "Blocks until a batch is ready.")
+      .def("size", &DynamicBatcher::size, "How many calls wait to be part of a batch.")
+      .def(
+          "close",
+          [](DynamicBatcher& self) { blocking([&](const Poll&) { self.close(); }); },
+          "Ends every compute() with ClosedBatchingQueue, and every iteration. May be "
+          "called\ntwice.")
+      .def("is_closed", &DynamicBatcher::is_closed);
+
+  py::class_<DynamicBatcher::Batch>(batcher, "Batch", R"(The inputs of some callers.
+
+If it is dropped without set_outputs(), its callers get an AsyncError.)")
+      .def(
+          "get_inputs",
+          [](const DynamicBatcher::Batch& self) {
+            return to_python(self.get_inputs());
+          },
+          "A nest of contiguous tensors: the callers' inputs, one after the other.")
+      .def(
+          "set_outputs",
+          [](DynamicBatcher::Batch& self, const py::object& outputs) {
+            const Nest<Array> arrays = to_arrays(outputs);
+            blocking([&](const Poll&) { self.set_outputs(arrays); });
+          },
+          py::arg("outputs"),
+          "Copies a nest of tensors with as many rows as the inputs, and gives each "
+          "caller its\nown. ValueError for another number of rows (the batch stays "
+          "open), RuntimeError if\ncalled twice.")
+      .def("__len__", &DynamicBatcher::Batch::size, "How many rows it has.");
+  m.attr("Batch") = batcher.attr("Batch");
+}
+
+}  // namespace
+}  // namespace torchbeast

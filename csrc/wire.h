@@ -1,0 +1,175 @@
+// Nests of arrays as protocol.proto sends them. What comes in is checked before any
+// memory is taken for it: the other side may be anybody.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+#include "nest.h"
+#include "protocol.pb.h"
+
+namespace torchbeast {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "arrays are sent as they are");
+
+inline constexpr int kMaxNodes = 1024;  // Of a structure, leaves included.
+inline constexpr int64_t kMaxBytes = int64_t{1} << 30;  // Of all arrays of a nest.
+
+struct ArraySpec {
+  DType dtype;
+  Dims shape;
+
+  [[nodiscard]] int64_t bytes() const {
+    return shape.product() * static_cast<int64_t>(dtype.bytes());
+  }
+};
+
+namespace internal {
+
+inline Structure decode_structure(const protocol::Structure& pb, int depth,
+                                  int* nodes) {
+  const auto refuse = [](const std::string& what) {
+    throw std::invalid_argument(what);
+  };
+  if (depth > kMaxDepth) {
+    refuse("the nest is deeper than " + std::to_string(kMaxDepth) + " levels");
+  }
+  if (++*nodes > kMaxNodes) {
+    refuse("the nest has more than " + std::to_string(kMaxNodes) + " entries");
+  }
+  if (!protocol::Structure::Kind_IsValid(pb.kind())) {
+    refuse("unknown kind of nest " + std::to_string(pb.kind()));
+  }
+  Structure result;
+  result.kind = static_cast<Kind>(pb.kind());
+  if (result.kind == Kind::kLeaf && pb.children_size() > 0)
+    refuse("a leaf has children");
+  if (pb.keys_size() != (result.kind == Kind::kDict ? pb.children_size() : 0)) {
+    refuse(std::to_string(pb.keys_size()) + " keys for " + result.describe());
+  }
+  for (const std::string& key : pb.keys()) {
+    for (const std::string& other : result.keys) {
+      if (key == other) refuse("the key '" + key + "' comes twice");
+    }
+    result.keys.push_back(key);
+  }
+  for (const protocol::Structure& child : pb.children()) {
+    result.children.push_back(decode_structure(child, depth + 1, nodes));
+  }
+  return result;
+}
+
+inline void encode_structure(const Structure& structure, protocol::Structure* pb) {
+  pb->set_kind(static_cast<protocol::Structure::Kind>(structure.kind));
+  for (const std::string& key : structure.keys) pb->add_keys(key);
+  for (const Structure& child : structure.children) {
+    encode_structure(child, pb->add_children());
+  }
+}
+
+}  // namespace internal
+
+// Throws invalid_argument that says what is wrong with it.
+[[nodiscard]] inline Nest<ArraySpec> decode_spec(const protocol::Spec& pb) {
+  int nodes = 0;
+  auto structure = std::make_shared<const Structure>(
+      internal::decode_structure(pb.structure(), 0, &nodes));
+  Nest<ArraySpec> result{structure, {}};
+  const size_t n = structure->num_leaves();
+  if (static_cast<size_t>(pb.arrays_size()) != n) {
+    throw std::invalid_argument("the nest has " + std::to_string(n) + " leaves, but " +
+                                std::to_string(pb.arrays_size()) + " arrays");
+  }
+  int64_t total = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const protocol::ArraySpec& array = pb.arrays(static_cast<int>(i));
+    const auto refuse = [&](const std::string& what) {
+      throw std::invalid_argument(structure->leaf_name(i) + " " + what);
+    };
+    ArraySpec spec{
+        {static_cast<uint8_t>(array.code()), static_cast<uint8_t>(array.bits())}, {}};
+    if (array.code() > 255 || array.bits() > 255 || !spec.dtype.valid()) {
+      refuse("has the unknown type " + std::to_string(array.code()) + " of " +
+             std::to_string(array.bits()) + " bits");
+    }
+    if (array.shape_size() > kMaxRank) {
+      refuse("has " + std::to_string(array.shape_size()) +
+             " dimensions, expected at most " + std::to_string(kMaxRank));
+    }
+    int64_t bytes = static_cast<int64_t>(spec.dtype.bytes());
+    for (const int64_t size : array.shape()) {
+      spec.shape.push_back(size);
+      if (size < 0 || size > kMaxBytes) {
+        refuse("has shape " + spec.shape.str() + ", expected sizes from 0 to 2^30");
+      }
+      bytes = size == 0 ? 0 : (bytes > kMaxBytes / size ? kMaxBytes + 1 : bytes * size);
+      if (bytes > kMaxBytes) break;
+    }
+    total += bytes;
+    if (total > kMaxBytes) {
+      refuse("makes more than " + std::to_string(kMaxBytes) + " bytes in all");
+    }
+    result.leaves.push_back(spec);
+  }
+  return result;
+}
+
+[[nodiscard]] inline protocol::Spec encode_spec(const Nest<ArraySpec>& spec) {
+  protocol::Spec pb;
+  internal::encode_structure(*spec.structure, pb.mutable_structure());
+  for (const ArraySpec& leaf : spec.leaves) {
+    protocol::ArraySpec* array = pb.add_arrays();
+    array->set_code(leaf.dtype.code);
+    array->set_bits(leaf.dtype.bits);
+    for (int i = 0; i < leaf.shape.rank(); ++i) array->add_shape(leaf.shape[i]);
+  }
+  return pb;
+}
+
+// The message's arrays, where they lie in it: they keep it alive. Throws
+// invalid_argument if they are not what the spec says.
+[[nodiscard]] inline Nest<Array> decode_arrays(
+    const Nest<ArraySpec>& spec, std::shared_ptr<const protocol::Arrays> pb) {
+  if (static_cast<size_t>(pb->data_size()) != spec.leaves.size()) {
+    throw std::invalid_argument("got " + std::to_string(pb->data_size()) +
+                                " arrays, expected " +
+                                std::to_string(spec.leaves.size()));
+  }
+  Nest<Array> result{spec.structure, {}};
+  result.leaves.reserve(spec.leaves.size());
+  for (size_t i = 0; i < spec.leaves.size(); ++i) {
+    const ArraySpec& leaf = spec.leaves[i];
+    const std::string& data = pb->data(static_cast<int>(i));
+    if (static_cast<int64_t>(data.size()) != leaf.bytes()) {
+      throw std::invalid_argument(spec.structure->leaf_name(i) + " has " +
+                                  std::to_string(data.size()) + " bytes, expected " +
+                                  std::to_string(leaf.bytes()) + ": " +
+                                  leaf.dtype.name() + " " + leaf.shape.str());
+    }
+    // Arrays into a message are only read.
+    auto* bytes = reinterpret_cast<std::byte*>(const_cast<char*>(data.data()));
+    result.leaves.push_back({leaf.dtype, leaf.shape, contiguous_strides(leaf.shape),
+                             std::shared_ptr<std::byte>(pb, bytes)});
+  }
+  return result;
+}
+
+inline void encode_arrays(const Nest<Array>& nest, protocol::Arrays* pb) {
+  pb->clear_data();
+  for (const Array& array : nest.leaves) {
+    std::string* data = pb->add_data();
+    data->resize(static_cast<size_t>(array.shape.product()) * array.dtype.bytes());
+    auto* bytes = reinterpret_cast<std::byte*>(data->data());
+    copy(array, {array.dtype, array.shape, contiguous_strides(array.shape),
+                 std::shared_ptr<std::byte>(std::shared_ptr<void>(), bytes)});
+  }
+}
+
+}  // namespace torchbeast

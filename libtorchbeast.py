@@ -1,0 +1,39 @@
+"""PolyBeast's C++ core: nests, and queues that batch nests of tensors.
+
+    from libtorchbeast import BatchingQueue, DynamicBatcher, nest
+
+nest            map, flatten, zip, ... of nested tuples, lists and dicts
+BatchingQueue   items in, batches out: what learns
+DynamicBatcher  many threads compute(), one evaluates a batch: what acts
+
+Tensors cross by DLPack, so this is built for no particular PyTorch; where there is
+none, NumPy arrays come out. help(libtorchbeast.BatchingQueue) says what
+blocks, and what ends it.
+"""
+
+try:
+    from _libtorchbeast import (
+        GRPC_VERSION,
+        AsyncError,
+        Batch,
+        BatchingQueue,
+        ClosedBatchingQueue,
+        DynamicBatcher,
+        nest,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"libtorchbeast's C++ part is not built ({error}). In the repository, type "
+        "`make setup`; elsewhere install gRPC's C++ files, as README.md says, and type "
+        "`pip install -e .`"
+    ) from error
+
+__all__ = [
+    "GRPC_VERSION",
+    "AsyncError",
+    "Batch",
+    "BatchingQueue",
+    "ClosedBatchingQueue",
+    "DynamicBatcher",
+    "nest",
+]

@@ -1,0 +1,80 @@
+"""Builds libtorchbeast's C++ part, if what it needs is there. The rest is Python."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from setuptools import setup
+
+ROOT = pathlib.Path(__file__).parent
+PACKAGES = ["grpc++", "protobuf"]
+
+
+def missing():
+    """What is not there of what the C++ part needs: [names]."""
+    tools = ["pkg-config", "protoc", "grpc_cpp_plugin", os.environ.get("CXX", "c++")]
+    result = [tool for tool in tools if shutil.which(tool.split()[0]) is None]
+    if "pkg-config" in result:
+        return result + [f"{package}'s headers" for package in PACKAGES]
+    for package in PACKAGES:
+        if subprocess.run(["pkg-config", "--exists", package]).returncode:
+            result.append(f"{package}'s headers")
+    return result
+
+
+def pkg_config(option):
+    output = subprocess.check_output(["pkg-config", option, *PACKAGES], text=True)
+    return output.split()
+
+
+def say(line):
+    """pip shows what a build prints only with -v, but no one looks there."""
+    print(line, file=sys.stderr)
+    try:
+        with open("/dev/tty", "w") as tty:
+            tty.write(f"\n{line}\n")
+    except OSError:
+        pass  # No terminal.
+
+
+def extensions():
+    lacking = missing()
+    if lacking:
+        say(
+            "torchbeast: the C++ part is not built, so there is MonoBeast but no "
+            f"PolyBeast: missing {', '.join(lacking)} (README.md, Installing, says how "
+            "to get them)."
+        )
+        return []
+    try:
+        from pybind11.setup_helpers import Pybind11Extension
+    except ImportError:  # Without build isolation.
+        say("torchbeast: the C++ part is not built: missing pybind11 (pip install it).")
+        return []
+    build = ROOT / "build" / "protocol"
+    build.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["protoc", "-Icsrc", f"--cpp_out={build}", "csrc/protocol.proto"],
+        cwd=ROOT,
+        check=True,
+    )
+    return [
+        Pybind11Extension(
+            "_libtorchbeast",
+            sources=["csrc/bindings.cc", "build/protocol/protocol.pb.cc"],
+            depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*")),
+            include_dirs=["csrc", "build/protocol"],
+            cxx_std=17,
+            extra_compile_args=["-O2", "-g0", *pkg_config("--cflags")],
+            extra_link_args=pkg_config("--libs"),
+        )
+    ]
+
+
+# Asked for its metadata, setup.py neither builds nor says anything.
+builds = any(
+    arg.startswith(("build", "bdist", "editable", "install")) for arg in sys.argv
+)
+setup(ext_modules=extensions() if builds else [])

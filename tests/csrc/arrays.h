@@ -1,0 +1,72 @@
+// Arrays for tests.
+
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "nest.h"
+
+namespace torchbeast {
+
+inline constexpr DType kInt32{DType::kInt, 32};
+
+// An int32 array of this shape whose elements are first, first + 1, ...
+inline Array count_up(const Dims& shape, int32_t first = 0) {
+  const Array array = allocate_array(recycling_allocator(), kInt32, shape);
+  auto* elements = reinterpret_cast<int32_t*>(array.data.get());
+  for (int64_t i = 0; i < shape.product(); ++i) {
+    elements[i] = first + static_cast<int32_t>(i);
+  }
+  return array;
+}
+
+// The elements of an int32 array of any strides, in row-major order.
+inline std::vector<int32_t> elements(const Array& array) {
+  const Array packed = allocate_array(recycling_allocator(), array.dtype, array.shape);
+  copy(array, packed);
+  const auto* begin = reinterpret_cast<const int32_t*>(packed.data.get());
+  return {begin, begin + array.shape.product()};
+}
+
+inline Structure leaf() { return {}; }
+inline Structure dict(std::vector<std::string> keys, std::vector<Structure> children) {
+  return {Kind::kDict, std::move(keys), std::move(children)};
+}
+inline Structure tuple(std::vector<Structure> children) {
+  return {Kind::kTuple, {}, std::move(children)};
+}
+
+template <typename T>
+Nest<T> make_nest(Structure structure, std::vector<T> leaves) {
+  return {std::make_shared<const Structure>(std::move(structure)), std::move(leaves)};
+}
+
+inline Nest<Array> single(Array array) {
+  return make_nest<Array>(leaf(), {std::move(array)});
+}
+
+// The message of the exception that f throws.
+template <typename E, typename F>
+std::string message(F f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  const bool found = text.find(part) != std::string::npos;
+  if (!found) MESSAGE("'" << text << "' does not contain '" << part << "'");
+  return found;
+}
+
+}  // namespace torchbeast

@@ -1,0 +1,140 @@
+#include "arrays.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+const Structure kStructure =
+    dict({"observation", "reward"},
+         {tuple({leaf(), Structure{Kind::kList, {}, {leaf()}}}), leaf()});
+
+Nest<ArraySpec> spec_of(const Nest<Array>& nest) {
+  return nest.map([](const Array& a) { return ArraySpec{a.dtype, a.shape}; });
+}
+
+// A valid message, and what it was made of.
+struct Message {
+  Nest<Array> nest = make_nest<Array>(
+      kStructure, {count_up({2, 3}), count_up({}), count_up({2, 0}, 7)});
+  protocol::Spec spec = encode_spec(spec_of(nest));
+  std::shared_ptr<protocol::Arrays> arrays = std::make_shared<protocol::Arrays>();
+
+  Message() { encode_arrays(nest, arrays.get()); }
+
+  [[nodiscard]] std::string spec_refusal() const {
+    return message<std::invalid_argument>([&] { (void)decode_spec(spec); });
+  }
+  [[nodiscard]] std::string refusal() const {
+    return message<std::invalid_argument>(
+        [&] { (void)decode_arrays(decode_spec(spec), arrays); });
+  }
+};
+
+TEST_CASE("a nest of arrays arrives as it was sent") {
+  Message m;
+  protocol::Spec spec;
+  REQUIRE(spec.ParseFromString(m.spec.SerializeAsString()));
+  auto arrays = std::make_shared<protocol::Arrays>();
+  REQUIRE(arrays->ParseFromString(m.arrays->SerializeAsString()));
+  const Nest<Array> result = decode_arrays(decode_spec(spec), arrays);
+  CHECK(*result.structure == kStructure);
+  for (size_t i = 0; i < 3; ++i) {
+    CHECK(result.leaves[i].dtype == m.nest.leaves[i].dtype);
+    CHECK(result.leaves[i].shape == m.nest.leaves[i].shape);
+    CHECK(elements(result.leaves[i]) == elements(m.nest.leaves[i]));
+  }
+}
+
+TEST_CASE("arrays keep the message alive that they lie in") {
+  Nest<Array> result;
+  {
+    Message m;
+    result = decode_arrays(decode_spec(m.spec), std::move(m.arrays));
+  }
+  CHECK(elements(result.leaves[0]) == std::vector<int32_t>{0, 1, 2, 3, 4, 5});
+}
+
+TEST_CASE("strided arrays are sent row-major") {
+  const Nest<Array> nest = single(count_up({3, 4}).narrow(1, 1, 2));
+  auto pb = std::make_shared<protocol::Arrays>();
+  encode_arrays(nest, pb.get());
+  CHECK(elements(decode_arrays(spec_of(nest), pb).leaves[0]) ==
+        std::vector<int32_t>{1, 2, 5, 6, 9, 10});
+}
+
+TEST_CASE("arrays other than the spec's are refused by name") {
+  Message m;
+  m.arrays->mutable_data(0)->pop_back();
+  CHECK(contains(m.refusal(),
+                 "leaf 'observation/0' has 23 bytes, expected 24: int32 [2, 3]"));
+  m.arrays->mutable_data()->RemoveLast();
+  CHECK(contains(m.refusal(), "got 2 arrays, expected 3"));
+}
+
+TEST_CASE("a spec that lies about its leaves is refused") {
+  {
+    Message m;
+    m.spec.mutable_arrays()->RemoveLast();
+    CHECK(contains(m.spec_refusal(), "3 leaves, but 2 arrays"));
+  }
+  {
+    Message m;
+    m.spec.mutable_structure()->add_keys("observation");
+    CHECK(contains(m.spec_refusal(), "3 keys for a dict"));
+  }
+  {
+    Message m;
+    m.spec.mutable_structure()->set_keys(1, "observation");
+    CHECK(contains(m.spec_refusal(), "'observation' comes twice"));
+  }
+  {
+    Message m;
+    m.spec.mutable_structure()->set_kind(protocol::Structure::LEAF);
+    CHECK(contains(m.spec_refusal(), "a leaf has children"));
+  }
+  {
+    Message m;
+    m.spec.mutable_structure()->set_kind(static_cast<protocol::Structure::Kind>(9));
+    CHECK(contains(m.spec_refusal(), "unknown kind of nest 9"));
+  }
+}
+
+TEST_CASE("types, ranks and sizes beyond the limits are refused") {
+  const auto refusal = [](auto change) {
+    Message m;
+    change(m.spec.mutable_arrays(0));
+    return m.spec_refusal();
+  };
+  CHECK(
+      contains(refusal([](auto* a) { a->set_code(5); }), "unknown type 5 of 32 bits"));
+  CHECK(contains(refusal([](auto* a) { a->set_code(256); }), "unknown type 256"));
+  CHECK(contains(refusal([](auto* a) { a->set_bits(24); }), "of 24 bits"));
+  CHECK(contains(refusal([](auto* a) {
+                   for (int i = 0; i < 7; ++i) a->add_shape(1);
+                 }),
+                 "9 dimensions, expected at most 8"));
+  CHECK(contains(refusal([](auto* a) { a->set_shape(0, -1); }), "shape [-1"));
+  CHECK(contains(refusal([](auto* a) { a->set_shape(0, int64_t{1} << 62); }), "2^30"));
+  CHECK(contains(refusal([](auto* a) {
+                   a->set_shape(0, 1 << 30);
+                   a->set_shape(1, 1 << 30);
+                 }),
+                 "more than 1073741824 bytes"));
+}
+
+TEST_CASE("nests too deep or too large are refused") {
+  protocol::Spec deep;
+  protocol::Structure* pb = deep.mutable_structure();
+  for (int i = 0; i < 50; ++i) {
+    pb->set_kind(protocol::Structure::TUPLE);
+    pb = pb->add_children();
+  }
+  CHECK(contains(message<std::invalid_argument>([&] { (void)decode_spec(deep); }),
+                 "deeper than 32"));
+  protocol::Spec wide;
+  wide.mutable_structure()->set_kind(protocol::Structure::TUPLE);
+  for (int i = 0; i < 5000; ++i) wide.mutable_structure()->add_children();
+  CHECK(contains(message<std::invalid_argument>([&] { (void)decode_spec(wide); }),
+                 "more than 1024 entries"));
+}
+
+}  // namespace torchbeast

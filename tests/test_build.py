@@ -1,0 +1,137 @@
+"""libtorchbeast as it is installed: where nothing can be built, and as a wheel."""
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+
+import pytest
+
+from tests.programs import ROOT
+
+QUEUE_TESTS = ["test_nest.py", "test_batching_queue.py", "test_dynamic_batcher.py"]
+
+
+def shell(*command, env=None, **kwargs):
+    """Runs it; its output is in .stdout, errors included."""
+    return subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A clone, with nothing built."""
+    target = tmp_path_factory.mktemp("clone") / "source"
+    files = shell("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT)
+    assert files.returncode == 0, files.stdout
+    for file in files.stdout.splitlines():
+        if (ROOT / file).is_file():
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, target / file)  # With its time: for make.
+    return target
+
+
+def pip(*args, **kwargs):
+    return shell(
+        sys.executable, "-m", "pip", *args, "--disable-pip-version-check", **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [
+        ({"PKG_CONFIG_LIBDIR": "/nowhere"}, "missing grpc++'s headers, protobuf's"),
+        ({"CXX": "no-such-compiler"}, "missing no-such-compiler ("),
+    ],
+)
+def test_without_what_the_cpp_part_needs_the_rest_is_installed(
+    source, tmp_path, env, missing
+):
+    install = [
+        "install",
+        "-v",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        tmp_path,
+    ]
+    result = pip(*install, source, env=env)
+    assert result.returncode == 0, result.stdout
+    lines = [line for line in result.stdout.splitlines() if missing in line]
+    assert len(lines) == 1 and "torchbeast: the C++ part is not built" in lines[0]
+
+    def python(code):
+        # -S: no .pth files, so this repository's own installation is not seen.
+        env = {"PYTHONPATH": f"{tmp_path}:{sysconfig.get_path('purelib')}"}
+        return shell(sys.executable, "-S", "-c", code, env=env, cwd=tmp_path)
+
+    assert python("import monobeast").returncode == 0
+    result = python("import libtorchbeast")
+    assert result.returncode == 1
+    assert "ImportError: libtorchbeast's C++ part is not built" in result.stdout
+    assert "type `make setup`" in result.stdout and "pip install -e ." in result.stdout
+
+
+# Prints what of gRPC is loaded, after the tests.
+CONFTEST = """
+import ctypes, pytest
+
+def pytest_sessionstart(session):
+    for path in {hidden!r}:
+        with pytest.raises(OSError):
+            ctypes.CDLL(path)
+
+def pytest_sessionfinish(session):
+    loaded = {{line.split()[-1] for line in open("/proc/self/maps")}}
+    print("loaded:", *(x for x in loaded if "libgrpc" in x or "libprotobuf" in x))
+"""
+
+
+def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(source, tmp_path):
+    result = shell(
+        "make", "wheel", f"PYTHONS={sys.executable}", f"VENV={sys.prefix}", cwd=source,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    [wheel] = (source / "dist").glob("*.whl")
+    assert "manylinux" in wheel.name
+
+    venv = tmp_path / "venv"
+    assert shell(sys.executable, "-m", "venv", venv).returncode == 0
+    python = venv / "bin" / "python"
+    others = [f"{name}=={version(name)}" for name in ("numpy", "pytest")]
+    for args in (["--no-deps", wheel], others):
+        result = shell(python, "-m", "pip", "install", "--quiet", *args)
+        assert result.returncode == 0, result.stdout
+
+    # The system's own libraries become empty files, in this process' view alone.
+    system = [
+        path
+        for name in ("grpc", "protobuf", "absl")
+        for path in glob.glob(f"/usr/lib/*/lib{name}*.so*")
+        if not os.path.islink(path)
+    ]
+    may_unshare = shell("unshare", "-m", "true").returncode == 0
+    unshare = ["unshare", "-m"] if may_unshare else ["unshare", "-rm"]
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "conftest.py").write_text(CONFTEST.format(hidden=system))
+    for name in QUEUE_TESTS:
+        shutil.copy(ROOT / "tests" / name, tests)
+    hide = "\n".join(f"mount --bind /dev/null '{path}'" for path in system)
+    script = f"set -e\n{hide}\nexec '{python}' -m pytest -q -s '{tests}'"
+    result = shell(*unshare, "bash", "-c", script, cwd=tests)
+    assert result.returncode == 0, result.stdout
+    [loaded] = [line for line in result.stdout.splitlines() if "loaded:" in line]
+    libraries = loaded.split("loaded:")[1].split()
+    assert libraries and all(path.startswith(str(venv)) for path in libraries)
