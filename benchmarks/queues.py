@@ -79,10 +79,13 @@ def through_python(items, batch_dim, batch_size, num_producers, seconds):
 
     def consume():
         nonlocal count
-        while not stopped.is_set():
-            batch = torch.cat([waiting.get() for _ in range(batch_size)], batch_dim)
-            assert batch.shape[batch_dim] == batch_size
-            count += 1
+        try:
+            while not stopped.is_set():
+                batch = [waiting.get(timeout=1) for _ in range(batch_size)]
+                torch.cat(batch, batch_dim)
+                count += 1
+        except queue.Empty:
+            pass  # Stopped.
 
     producers = [lambda i=i: produce(i) for i in range(num_producers)]
     return count_rate(lambda: count, [consume, *producers], seconds, stopped.set)

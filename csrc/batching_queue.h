@@ -155,7 +155,7 @@ class BatchingQueue {
   BatchingQueue(const BatchingQueue&) = delete;
   BatchingQueue& operator=(const BatchingQueue&) = delete;
 
-  void enqueue(const Nest<Array>& item, Payload payload, const Poll& poll = {}) {
+  void enqueue(const Nest<Array>& item, Payload payload, Blocking* blocking = nullptr) {
     const int64_t rows = num_rows(item, options_.batch_dim);
     if (rows < 1 || rows > options_.maximum_batch_size) {
       throw std::invalid_argument(
@@ -175,7 +175,8 @@ class BatchingQueue {
         arrays = spec_.match(item, options_.batch_dim);
       }
       while (batch == nullptr) {
-        wait(&lock, &not_full_, poll, std::nullopt, [&] { return closed_ || !full(); });
+        wait(&lock, &not_full_, blocking, std::nullopt,
+             [&] { return closed_ || !full(); });
         if (closed_) throw Closed("enqueue to a closed queue");
         if (!batches_.empty() && fits(*batches_.back(), item, rows, &arrays)) {
           batch = batches_.back();
@@ -200,6 +201,7 @@ class BatchingQueue {
         ready_.notify_all();
       }
     }
+    if (blocking != nullptr && num_bytes(arrays) > kLongCopy) blocking->begin();
     for (size_t i = 0; i < arrays.size(); ++i) {
       copy(arrays[i], batch->arrays.leaves[i].narrow(options_.batch_dim, begin, rows));
     }
@@ -211,7 +213,7 @@ class BatchingQueue {
     if (last) written_.notify_all();
   }
 
-  [[nodiscard]] Batch dequeue_many(const Poll& poll = {}) {
+  [[nodiscard]] Batch dequeue_many(Blocking* blocking = nullptr) {
     std::shared_ptr<Filling> batch;
     {
       std::unique_lock<std::mutex> lock(mu_);
@@ -219,7 +221,7 @@ class BatchingQueue {
         // Without a first item there is no time-out yet; its arrival begins one.
         const bool idle = batches_.empty();
         const auto until = idle ? std::nullopt : expiry(*batches_.front());
-        wait(&lock, &ready_, poll, until, [&] {
+        wait(&lock, &ready_, blocking, until, [&] {
           return closed_ || head_ready() ||
                  (idle && options_.timeout_ms && !batches_.empty());
         });
@@ -236,7 +238,12 @@ class BatchingQueue {
       size_ -= static_cast<int64_t>(batch->payloads.size());
       if (head_ready()) ready_.notify_all();
       not_full_.notify_all();
-      // Its last items may still be being copied; that takes no longer than a memcpy.
+      // Its last items may still be being copied, which takes no longer than a memcpy.
+      if (batch->num_writers > 0 && blocking != nullptr) {
+        lock.unlock();
+        blocking->begin();
+        lock.lock();
+      }
       written_.wait(lock, [&] { return batch->num_writers == 0; });
     }
     Batch result{std::move(batch->arrays), batch->rows, std::move(batch->payloads)};
@@ -307,6 +314,14 @@ class BatchingQueue {
     }
   }
 
+  [[nodiscard]] static int64_t num_bytes(const std::vector<Array>& arrays) {
+    int64_t sum = 0;
+    for (const Array& array : arrays) {
+      sum += array.shape.product() * static_cast<int64_t>(array.dtype.bytes());
+    }
+    return sum;
+  }
+
   // mu_ must be held for these.
   [[nodiscard]] std::optional<Clock::time_point> expiry(const Filling& batch) const {
     if (!options_.timeout_ms) return std::nullopt;
@@ -338,6 +353,9 @@ class BatchingQueue {
     array->shape[dim] = rows;
     array->strides = contiguous_strides(array->shape);
   }
+
+  // Copying so many bytes takes longer than giving the GIL away.
+  static constexpr int64_t kLongCopy = 128 * 1024;
 
   const BatchingOptions options_;
   const Allocate allocate_;

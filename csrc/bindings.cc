@@ -104,19 +104,26 @@ py::object to_python(const Nest<Array>& nest) {
   }));
 }
 
-// Releases the GIL for as long as it lives, but for poll().
-class WithoutGil {
+// Gives the GIL away when a call really blocks, and takes it again at its end. (Giving
+// it away in every call costs more than most calls: another thread takes it at once.)
+class WithoutGil final : public Blocking {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil() = default;
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
   // May unwind a daemon thread that the interpreter ends.
-  ~WithoutGil() noexcept(false) {
+  ~WithoutGil() noexcept(false) { end(); }
+
+  void begin() override {
+    if (state_ == nullptr) state_ = PyEval_SaveThread();
+  }
+
+  void end() {
     if (state_ != nullptr) acquire();
   }
 
   // Runs signal handlers if this is the main thread. Throws what they raise.
-  void poll() {
+  void poll() override {
     acquire();
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     state_ = PyEval_SaveThread();
@@ -137,15 +144,8 @@ class WithoutGil {
 #endif
   }
 
-  PyThreadState* state_;
+  PyThreadState* state_ = nullptr;
 };
-
-// f(poll) without the GIL, so that other threads run, and Ctrl-C ends it.
-template <typename F>
-auto blocking(F f) {
-  WithoutGil without_gil;
-  return f([&] { without_gil.poll(); });
-}
 
 // PyTorch's page-locked memory, which goes to a GPU asynchronously. PyTorch recycles it
 // itself: it knows which copies are still under way.
@@ -188,13 +188,15 @@ auto next(F dequeue) {
 }
 
 py::object dequeue_many(Queue* queue) {
-  const Queue::Batch batch =
-      blocking([&](const Poll& poll) { return queue->dequeue_many(poll); });
+  WithoutGil without_gil;
+  const Queue::Batch batch = queue->dequeue_many(&without_gil);
+  without_gil.end();
   return to_python(batch.arrays);
 }
 
 std::unique_ptr<DynamicBatcher::Batch> get_batch(DynamicBatcher* batcher) {
-  return blocking([&](const Poll& poll) { return batcher->get_batch(poll); });
+  WithoutGil without_gil;
+  return batcher->get_batch(&without_gil);
 }
 
 void bind_nest(py::module_ nest) {
@@ -324,7 +326,8 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
           "enqueue",
           [](Queue& self, const py::object& item) {
             const Nest<Array> arrays = to_arrays(item);
-            blocking([&](const Poll& poll) { self.enqueue(arrays, {}, poll); });
+            WithoutGil without_gil;
+            self.enqueue(arrays, {}, &without_gil);
           },
           py::arg("item"),
           "Blocks while the queue is full. ValueError for an item that cannot be "
@@ -339,10 +342,7 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
            [](Queue& self) { return next([&] { return dequeue_many(&self); }); })
       .def("size", &Queue::size, "How many items wait.")
       .def(
-          "close",
-          [](Queue& self, bool discard) {
-            blocking([&](const Poll&) { self.close(discard); });
-          },
+          "close", [](Queue& self, bool discard) { self.close(discard); },
           py::arg("discard") = false,
           "Wakes everyone. Items that wait can still be dequeued, unless discard is "
           "True.\n"
@@ -383,8 +383,10 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)");
           "compute",
           [](DynamicBatcher& self, const py::object& inputs) {
             const Nest<Array> arrays = to_arrays(inputs);
-            return to_python(
-                blocking([&](const Poll& poll) { return self.compute(arrays, poll); }));
+            WithoutGil without_gil;
+            const Nest<Array> outputs = self.compute(arrays, &without_gil);
+            without_gil.end();
+            return to_python(outputs);
           },
           py::arg("inputs"),
           "Blocks until the batch has outputs; returns this call's rows of them.\n"
@@ -397,11 +399,9 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)");
           [](DynamicBatcher& self) { return next([&] { return get_batch(&self); }); },
           "Blocks until a batch is ready.")
       .def("size", &DynamicBatcher::size, "How many calls wait to be part of a batch.")
-      .def(
-          "close",
-          [](DynamicBatcher& self) { blocking([&](const Poll&) { self.close(); }); },
-          "Ends every compute() with ClosedBatchingQueue, and every iteration. May be "
-          "called\ntwice.")
+      .def("close", &DynamicBatcher::close,
+           "Ends every compute() with ClosedBatchingQueue, and every iteration. May be "
+           "called\ntwice.")
       .def("is_closed", &DynamicBatcher::is_closed);
 
   py::class_<DynamicBatcher::Batch>(batcher, "Batch", R"(The inputs of some callers.
@@ -417,7 +417,7 @@ If it is dropped without set_outputs(), its callers get an AsyncError.)")
           "set_outputs",
           [](DynamicBatcher::Batch& self, const py::object& outputs) {
             const Nest<Array> arrays = to_arrays(outputs);
-            blocking([&](const Poll&) { self.set_outputs(arrays); });
+            self.set_outputs(arrays);
           },
           py::arg("outputs"),
           "Copies a nest of tensors with as many rows as the inputs, and gives each "

@@ -111,6 +111,21 @@ struct Torch {
   py::object Tensor;
   py::object to_dlpack;
   py::object from_dlpack;
+  py::str is_cpu{"is_cpu"};
+  py::str requires_grad{"requires_grad"};
+
+  // Not isinstance(), which asks the metaclass, in Python.
+  [[nodiscard]] bool is_tensor(const py::object& object) const {
+    return PyObject_TypeCheck(object.ptr(),
+                              reinterpret_cast<PyTypeObject*>(Tensor.ptr())) != 0;
+  }
+
+  [[nodiscard]] static bool is_true(const py::object& tensor, const py::str& name) {
+    const auto value =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor.ptr(), name.ptr()));
+    if (!value) throw py::error_already_set();
+    return value.ptr() == Py_True;
+  }
 
   // Null where torch is not installed; where it is, this imports it.
   [[nodiscard]] static const Torch* get() {
@@ -144,9 +159,9 @@ namespace internal {
                                 ", expected host memory: call .cpu() first");
   };
   const Torch* torch = Torch::get();
-  if (torch != nullptr && py::isinstance(object, torch->Tensor)) {
-    check_device(object.attr("is_cpu").cast<bool>());
-    if (object.attr("requires_grad").cast<bool>()) {
+  if (torch != nullptr && torch->is_tensor(object)) {
+    check_device(torch->is_true(object, torch->is_cpu));
+    if (torch->is_true(object, torch->requires_grad)) {
       throw std::invalid_argument(leaf() +
                                   " requires grad, expected plain data: call .detach() "
                                   "first, or compute it under torch.no_grad()");

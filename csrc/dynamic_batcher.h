@@ -52,9 +52,9 @@ class Call {
     answered_.notify_one();
   }
 
-  [[nodiscard]] Nest<Array> wait(const Poll& poll) {
+  [[nodiscard]] Nest<Array> wait(Blocking* blocking) {
     std::unique_lock<std::mutex> lock(mu_);
-    torchbeast::wait(&lock, &answered_, poll, std::nullopt,
+    torchbeast::wait(&lock, &answered_, blocking, std::nullopt,
                      [&] { return outputs_ || error_; });
     if (error_) std::rethrow_exception(error_);
     return std::move(*outputs_);
@@ -168,16 +168,17 @@ class DynamicBatcher {
   DynamicBatcher(const DynamicBatcher&) = delete;
   DynamicBatcher& operator=(const DynamicBatcher&) = delete;
 
-  [[nodiscard]] Nest<Array> compute(const Nest<Array>& inputs, const Poll& poll = {}) {
+  [[nodiscard]] Nest<Array> compute(const Nest<Array>& inputs,
+                                    Blocking* blocking = nullptr) {
     const auto call =
         std::make_shared<internal::Call>(num_rows(inputs, queue_.options().batch_dim));
     const Registration registration(this, call);
-    queue_.enqueue(inputs, internal::Ticket(call), poll);
-    return call->wait(poll);
+    queue_.enqueue(inputs, internal::Ticket(call), blocking);
+    return call->wait(blocking);
   }
 
-  [[nodiscard]] std::unique_ptr<Batch> get_batch(const Poll& poll = {}) {
-    return std::unique_ptr<Batch>(new Batch(queue_.dequeue_many(poll), outputs_));
+  [[nodiscard]] std::unique_ptr<Batch> get_batch(Blocking* blocking = nullptr) {
+    return std::unique_ptr<Batch>(new Batch(queue_.dequeue_many(blocking), outputs_));
   }
 
   void close() {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <functional>
 #include <mutex>
 #include <optional>
 
@@ -13,30 +12,48 @@ namespace torchbeast {
 
 using Clock = std::chrono::steady_clock;
 
-// What a blocked thread does ten times a second, holding no lock: nothing in C++, look
-// for Ctrl-C in Python. What it throws ends the call that waits.
-using Poll = std::function<void()>;
-inline constexpr std::chrono::milliseconds kPollEvery{100};
+// What a thread has to do around what takes long, called under no lock. Nothing in C++;
+// in Python it gives the GIL away, and looks for Ctrl-C.
+class Blocking {
+ public:
+  // Before the thread waits, or works for long. May be called again.
+  virtual void begin() = 0;
+
+  // Ten times a second while it waits. What it throws ends the call.
+  virtual void poll() = 0;
+
+  static constexpr std::chrono::milliseconds kPollEvery{100};
+
+ protected:
+  ~Blocking() = default;
+};
 
 // Waits for condition() until `until`. Returns condition().
 template <typename Condition>
 bool wait(std::unique_lock<std::mutex>* lock, std::condition_variable* changed,
-          const Poll& poll, std::optional<Clock::time_point> until,
+          Blocking* blocking, std::optional<Clock::time_point> until,
           Condition condition) {
-  auto next_poll = Clock::now() + kPollEvery;
+  if (condition()) return true;
+  if (blocking != nullptr) {
+    lock->unlock();
+    blocking->begin();
+    lock->lock();
+  }
+  auto next_poll = Clock::now() + Blocking::kPollEvery;
   while (!condition()) {
-    if (!poll && !until) {
+    if (blocking == nullptr && !until) {
       changed->wait(*lock);
       continue;
     }
-    const auto wake = !poll ? *until : !until ? next_poll : std::min(next_poll, *until);
+    auto wake = until.value_or(next_poll);
+    if (blocking != nullptr) wake = std::min(wake, next_poll);
     if (changed->wait_until(*lock, wake) == std::cv_status::no_timeout) continue;
     if (until && Clock::now() >= *until) return condition();
-    if (poll && Clock::now() >= next_poll) {
+    if (blocking != nullptr && Clock::now() >= next_poll) {
       lock->unlock();
-      poll();
+      blocking->poll();
       lock->lock();
-      next_poll = Clock::now() + kPollEvery;
+      next_poll = Clock::now() + Blocking::kPollEvery;
     }
   }
   return true;

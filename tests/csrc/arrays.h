@@ -12,6 +12,7 @@
 
 #include "array.h"
 #include "nest.h"
+#include "wait.h"
 
 namespace torchbeast {
 
@@ -51,6 +52,17 @@ Nest<T> make_nest(Structure structure, std::vector<T> leaves) {
 inline Nest<Array> single(Array array) {
   return make_nest<Array>(leaf(), {std::move(array)});
 }
+
+// Ends a call that waits.
+struct Interrupt {};
+struct Interrupting final : Blocking {
+  void begin() override { began = true; }
+  void poll() override {
+    CHECK(began);
+    throw Interrupt();
+  }
+  bool began = false;
+};
 
 // The message of the exception that f throws.
 template <typename E, typename F>

@@ -150,14 +150,13 @@ TEST_CASE("close wakes a blocked enqueue and a blocked dequeue_many") {
 }
 
 TEST_CASE("what poll throws ends a blocked call") {
-  struct Interrupt {};
-  const Poll poll = [] { throw Interrupt(); };
+  Interrupting poll;
   BatchingOptions o = options(1, 1);
   o.maximum_queue_size = 1;
   Queue queue(o);
-  CHECK_THROWS_AS((void)queue.dequeue_many(poll), Interrupt);
+  CHECK_THROWS_AS((void)queue.dequeue_many(&poll), Interrupt);
   queue.enqueue(single(count_up({1})), 0);
-  CHECK_THROWS_AS(queue.enqueue(single(count_up({1})), 0, poll), Interrupt);
+  CHECK_THROWS_AS(queue.enqueue(single(count_up({1})), 0, &poll), Interrupt);
   CHECK(queue.size() == 1);  // The interrupted item has not gone in.
 }
 

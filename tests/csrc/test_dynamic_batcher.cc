@@ -131,11 +131,9 @@ TEST_CASE("inputs that cannot be batched are their caller's error alone") {
 }
 
 TEST_CASE("a call that poll ends leaves its batch to the others") {
-  struct Interrupt {};
+  Interrupting poll;
   DynamicBatcher batcher(batching(2, 2));
-  CHECK_THROWS_AS(
-      (void)batcher.compute(single(count_up({1})), [] { throw Interrupt(); }),
-      Interrupt);
+  CHECK_THROWS_AS((void)batcher.compute(single(count_up({1})), &poll), Interrupt);
   Result other = compute(&batcher, count_up({1}, 3));
   const auto batch = batcher.get_batch();
   batch->set_outputs(batch->get_inputs());
