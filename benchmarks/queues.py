@@ -4,15 +4,15 @@
 
 Three parts, each row the median of the rounds, in which all rows take turns:
 
-    observations   28 KB each (uint8 [4, 84, 84]), enqueued by 1 or 4 threads, in batches
-                   of 32
+    observations   28 KB each (uint8 [4, 84, 84]), enqueued by 1 or 4 threads, in
+                   batches of 32
     rollouts       20 x 28 KB each, enqueued by 1 or 4 threads, in batches of 8 along
                    dimension 1: what a learner takes
     compute        round trips of 1, 16 and 64 callers through a DynamicBatcher whose
                    batches are answered at once: what it costs beside the network
 
-`python` is a queue.Queue with torch.cat of what it gives, `memcpy` one thread that copies
-the same items into the same place again and again: the limit.
+`python` is a queue.Queue with torch.cat of what it gives, `memcpy` one thread that
+copies the same items into the same place again and again: the limit.
 """
 
 import argparse
