@@ -116,18 +116,18 @@ address_flags := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
 CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc \
 	-MMD -MP
 test_objects := $(patsubst tests/csrc/%.cc,%.o,$(wildcard tests/csrc/test_*.cc)) main.o \
-	protocol.pb.o
+	torchbeast.pb.o
 
-build/csrc/protocol.pb.cc: csrc/protocol.proto
+build/csrc/torchbeast.pb.cc: csrc/torchbeast.proto
 	@mkdir -p build/csrc
 	protoc -Icsrc --cpp_out=build/csrc $<
 
 define csrc_build
-build/csrc/$(1)/%.o: tests/csrc/%.cc build/csrc/protocol.pb.cc
+build/csrc/$(1)/%.o: tests/csrc/%.cc build/csrc/torchbeast.pb.cc
 	@mkdir -p build/csrc/$(1)
 	c++ $$(CXXFLAGS_TESTS) $$($(1)_flags) -c $$< -o $$@
 
-build/csrc/$(1)/protocol.pb.o: build/csrc/protocol.pb.cc
+build/csrc/$(1)/torchbeast.pb.o: build/csrc/torchbeast.pb.cc
 	@mkdir -p build/csrc/$(1)
 	c++ -std=c++17 -pthread $$($(1)_flags) -c $$< -o $$@
 
@@ -137,13 +137,13 @@ endef
 $(foreach build,$(builds),$(eval $(call csrc_build,$(build))))
 -include $(wildcard build/csrc/*/*.d)
 
-build/csrc/fuzz/fuzz_wire: tests/csrc/fuzz_wire.cc build/csrc/protocol.pb.cc $(wildcard csrc/*.h)
+build/csrc/fuzz/fuzz_wire: tests/csrc/fuzz_wire.cc build/csrc/torchbeast.pb.cc $(wildcard csrc/*.h)
 	@command -v clang++ >/dev/null || $(MAKE) --no-print-directory system-package \
 		PACKAGE="clang"
 	@mkdir -p build/csrc/fuzz
 	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined \
 		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_wire.cc \
-		build/csrc/protocol.pb.cc -o $@ `pkg-config --libs protobuf`
+		build/csrc/torchbeast.pb.cc -o $@ `pkg-config --libs protobuf`
 
 # Installs PACKAGE where that is possible without asking; says what to type where not.
 .PHONY: system-package

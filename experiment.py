@@ -26,7 +26,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 
@@ -34,9 +33,8 @@ import numpy as np
 import torch
 
 import vtrace
+from command_line import environment_parser, log, number, setup_logging
 from environment import BadInput
-
-log = logging.getLogger("torchbeast")
 
 COLUMNS = {
     "step": "agent steps learned from (T * B an update)",
@@ -65,42 +63,9 @@ COLUMNS = {
 # Flags.
 
 
-class Parser(argparse.ArgumentParser):
-    """Bad input is one line on stderr and exit code 2."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def number(kind, low=None, high=None, above=None):
-    """An argparse type: int or float within bounds."""
-    bounds = [
-        f"{sign} {bound}"
-        for sign, bound in ((">=", low), (">", above), ("<=", high))
-        if bound is not None
-    ]
-
-    def parse(text):
-        try:
-            x = kind(text)
-        except ValueError:
-            name = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
-        if not (
-            math.isfinite(x)
-            and (low is None or x >= low)
-            and (high is None or x <= high)
-            and (above is None or x > above)
-        ):
-            raise argparse.ArgumentTypeError(f"{text}, expected {' and '.join(bounds)}")
-        return x
-
-    return parse
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags both scripts have, for argparse's parents=."""
-    p = argparse.ArgumentParser(add_help=False)
+    p = argparse.ArgumentParser(add_help=False, parents=[environment_parser()])
 
     # fmt: off
     g = p.add_argument_group("run")
@@ -117,18 +82,6 @@ def parser() -> argparse.ArgumentParser:
                    default=600, metavar="S", help="(default: %(default)s)")
     g.add_argument("--log_interval_steps", type=number(int, 1), default=1000,
                    metavar="N", help="of logs.csv (default: %(default)s)")
-
-    g = p.add_argument_group("environment")
-    g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
-                   help="Gymnasium's name of it (default: %(default)s)")
-    g.add_argument("--sticky_actions", type=number(float, 0, 1), metavar="P",
-                   help="Atari: probability that the last action is repeated "
-                   "(default: as the environment is registered)")
-    g.add_argument("--full_action_space", action="store_true",
-                   help="Atari: all 18 actions in every game")
-    g.add_argument("--terminal_on_life_loss", default=True,
-                   action=argparse.BooleanOptionalAction,
-                   help="Atari: a lost life ends a training episode (default: yes)")
 
     g = p.add_argument_group("training")
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
@@ -556,33 +509,6 @@ def rss_mb() -> float:
 
 
 # What the user sees.
-
-
-def setup_logging(path=None):
-    """Log lines go to stderr, and to path."""
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    for handler in log.handlers[:]:
-        log.removeHandler(handler)
-        handler.close()
-    line = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    threading.excepthook = _thread_excepthook
-    logging.raiseExceptions = False  # A full disk must not hide what goes to stderr.
-    handlers = [logging.StreamHandler()]
-    if path is not None:
-        handlers.append(logging.FileHandler(path))
-    for handler in handlers:
-        handler.setFormatter(line)
-        log.addHandler(handler)
-
-
-def _thread_excepthook(args):
-    """TensorBoard's writer dies in a thread of its own when the disk is full: one line.
-    The next write to it raises the error where it is dealt with."""
-    if issubclass(args.exc_type, OSError):
-        log.error("%s: %s", args.thread.name, args.exc_value)
-    else:
-        threading.__excepthook__(args)
 
 
 class Display:

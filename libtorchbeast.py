@@ -5,6 +5,7 @@
 nest            map, flatten, zip, ... of nested tuples, lists and dicts
 BatchingQueue   items in, batches out: what learns
 DynamicBatcher  many threads compute(), one evaluates a batch: what acts
+ActorPool       steps environment servers, and puts their rollouts into a queue
 
 Tensors cross by DLPack, so this is built for no particular PyTorch; where there is
 none, NumPy arrays come out. help(libtorchbeast.BatchingQueue) says what
@@ -14,6 +15,7 @@ blocks, and what ends it.
 try:
     from _libtorchbeast import (
         GRPC_VERSION,
+        ActorPool,
         AsyncError,
         Batch,
         BatchingQueue,
@@ -30,6 +32,7 @@ except ImportError as error:
 
 __all__ = [
     "GRPC_VERSION",
+    "ActorPool",
     "AsyncError",
     "Batch",
     "BatchingQueue",

@@ -14,7 +14,6 @@ environments an actor steps together. A rollout has T + 1 steps: step 0 repeats 
 step of the rollout before it. Its actions are those taken on steps 0 to T - 1.
 """
 
-import logging
 import math
 import queue
 import signal
@@ -40,18 +39,16 @@ from actors import (
     receive,
     send,
 )
+from command_line import Parser, log, number, setup_logging
 from encoders import initialize, make_encoder
 from environment import BadInput, map_structure
-from experiment import Stop, number
-
-log = logging.getLogger("torchbeast")
-
+from experiment import Stop
 
 # Flags.
 
 
 def parser():
-    p = experiment.Parser(
+    p = Parser(
         prog="monobeast",
         description="IMPALA with V-trace on one machine.",
         parents=[experiment.parser()],
@@ -643,7 +640,7 @@ def main(argv=None):
     p = parser()
     flags = p.parse_args(argv)
     set_defaults(flags)
-    experiment.setup_logging()
+    setup_logging()
     try:
         return train(flags) if flags.mode == "train" else test(flags)
     except BadInput as e:

@@ -53,19 +53,30 @@ def extensions():
     except ImportError:  # Without build isolation.
         say("torchbeast: the C++ part is not built: missing pybind11 (pip install it).")
         return []
-    build = ROOT / "build" / "protocol"
+    build = ROOT / "build" / "proto"
     build.mkdir(parents=True, exist_ok=True)
     subprocess.run(
-        ["protoc", "-Icsrc", f"--cpp_out={build}", "csrc/protocol.proto"],
+        [
+            "protoc",
+            "-Icsrc",
+            f"--cpp_out={build}",
+            f"--grpc_out={build}",
+            f"--plugin=protoc-gen-grpc={shutil.which('grpc_cpp_plugin')}",
+            "csrc/torchbeast.proto",
+        ],
         cwd=ROOT,
         check=True,
     )
     return [
         Pybind11Extension(
             "_libtorchbeast",
-            sources=["csrc/bindings.cc", "build/protocol/protocol.pb.cc"],
+            sources=[
+                "csrc/bindings.cc",
+                "build/proto/torchbeast.pb.cc",
+                "build/proto/torchbeast.grpc.pb.cc",
+            ],
             depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*")),
-            include_dirs=["csrc", "build/protocol"],
+            include_dirs=["csrc", "build/proto"],
             cxx_std=17,
             extra_compile_args=["-O2", "-g0", *pkg_config("--cflags")],
             extra_link_args=pkg_config("--libs"),

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "actor_pool.h"
 #include "array.h"
 #include "batching_queue.h"
 #include "dlpack.h"
@@ -174,8 +175,7 @@ Allocate allocator(bool pin_memory) {
   return pin_memory ? pinned_allocator() : recycling_allocator();
 }
 
-struct Empty {};
-using Queue = BatchingQueue<Empty>;
+using Queue = LearnerQueue;
 
 // dequeue() as the next of an iteration.
 template <typename F>
@@ -287,7 +287,8 @@ PYBIND11_MODULE(_libtorchbeast, m) {
                          : export_array(self.array);
       });
 
-  py::class_<Queue>(m, "BatchingQueue", R"(Nests of tensors go in, batches come out.
+  py::class_<Queue, std::shared_ptr<Queue>>(m, "BatchingQueue",
+                                            R"(Nests of tensors go in, batches come out.
 
 Any number of threads may put in and take out. An item is a nest of torch tensors or
 NumPy arrays in host memory, of one or more rows along batch_dim; all arrays of an item
@@ -316,7 +317,7 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
              const BatchingOptions options{batch_dim,          minimum_batch_size,
                                            maximum_batch_size, timeout_ms,
                                            check_inputs,       maximum_queue_size};
-             return std::make_unique<Queue>(options, allocator(pin_memory));
+             return std::make_shared<Queue>(options, allocator(pin_memory));
            }),
            py::arg("batch_dim"), py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
@@ -349,7 +350,7 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
           "May be called twice.")
       .def("is_closed", &Queue::is_closed);
 
-  py::class_<DynamicBatcher> batcher(
+  py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>> batcher(
       m, "DynamicBatcher",
       R"(Many threads compute(), one evaluates their inputs in batches.
 
@@ -373,7 +374,7 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)");
                        bool check_outputs, bool pin_memory) {
              const BatchingOptions options{batch_dim, minimum_batch_size,
                                            maximum_batch_size, timeout_ms};
-             return std::make_unique<DynamicBatcher>(options, check_outputs,
+             return std::make_shared<DynamicBatcher>(options, check_outputs,
                                                      allocator(pin_memory));
            }),
            py::arg("batch_dim"), py::arg("minimum_batch_size") = 1,
@@ -425,6 +426,86 @@ If it is dropped without set_outputs(), its callers get an AsyncError.)")
           "open), RuntimeError if\ncalled twice.")
       .def("__len__", &DynamicBatcher::Batch::size, "How many rows it has.");
   m.attr("Batch") = batcher.attr("Batch");
+
+  py::class_<ActorPool>(m, "ActorPool", R"(Steps environment servers, one stream each.
+
+For each step it asks inference_batcher for compute((step, core_state)), nests of
+[1, E, ...] for the E environments of a stream; the answer is (outputs, core_state), where
+outputs is a dict with at least "action" [1, E, ...] int64. Each unroll_length T steps it
+puts E rollouts, one of each environment, into learner_queue: dicts of the step's entries
+[T + 1, 1, ...], of the outputs' entries [T, 1, ...], and core_state, the one before step 0.
+Both must have batch_dim=1.
+
+Args:
+    unroll_length: T.
+    learner_queue: a BatchingQueue.
+    inference_batcher: a DynamicBatcher.
+    addresses: of servers (polybeast_env.py): "host:port" or "unix:path".
+    initial_state: the recurrent state of one environment, a nest of [., 1, ...].
+    observation_space, action_space: as Gymnasium prints them; servers with others are
+        refused. Not compared if empty.
+    seed: of the first stream's environments; the others count up.
+    connect_timeout_s: run() raises if no server could be reached in that time.
+
+A stream that fails costs its unfinished rollout; the actor connects again.)")
+      .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
+                       std::shared_ptr<DynamicBatcher> inference_batcher,
+                       const std::vector<std::string>& addresses,
+                       const py::object& initial_state, std::string observation_space,
+                       std::string action_space, int64_t seed,
+                       double connect_timeout_s) {
+             // Copied: actors are threads without the GIL.
+             const Nest<Array> state =
+                 to_arrays(initial_state).map([](const Array& array) {
+                   const Array owned =
+                       allocate_array(recycling_allocator(), array.dtype, array.shape);
+                   copy(array, owned);
+                   return owned;
+                 });
+             return std::make_unique<ActorPool>(
+                 ActorPool::Options{unroll_length, seed, connect_timeout_s,
+                                    std::move(observation_space),
+                                    std::move(action_space)},
+                 std::move(learner_queue), std::move(inference_batcher), addresses,
+                 state);
+           }),
+           py::arg("unroll_length"), py::arg("learner_queue"),
+           py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
+           py::arg("observation_space") = "", py::arg("action_space") = "",
+           py::arg("seed") = 0, py::arg("connect_timeout_s") = 60)
+      .def(
+          "run",
+          [](ActorPool& self) {
+            WithoutGil without_gil;
+            self.run(&without_gil);
+          },
+          "Blocks until stop(). RuntimeError, with what each server said, if none "
+          "could be\n"
+          "reached; learner_queue and inference_batcher are closed then.")
+      .def("stop", &ActorPool::stop, py::call_guard<py::gil_scoped_release>(),
+           "Ends all streams. Close inference_batcher and learner_queue, too: actors "
+           "may be\n"
+           "waiting for them.")
+      .def("add", &ActorPool::add, py::arg("address"), "Another stream.")
+      .def("remove", &ActorPool::remove, py::arg("address"),
+           "Ends the streams to this address. False if there is none.")
+      .def(
+          "status",
+          [](const ActorPool& self) {
+            py::list result;
+            for (const ActorPool::Status& s : self.status()) {
+              result.append(
+                  py::dict(py::arg("address") = s.address, py::arg("state") = s.state,
+                           py::arg("num_envs") = s.num_envs, py::arg("steps") = s.steps,
+                           py::arg("rollouts") = s.rollouts,
+                           py::arg("reconnects") = s.reconnects,
+                           py::arg("last_error") = s.last_error));
+            }
+            return result;
+          },
+          "A dict for each stream: address, state, num_envs, steps, rollouts, "
+          "reconnects,\n"
+          "last_error in the server's words.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Nests of arrays as protocol.proto sends them. What comes in is checked before any
+// Nests of arrays as torchbeast.proto sends them. What comes in is checked before any
 // memory is taken for it: the other side may be anybody.
 
 #pragma once
@@ -13,7 +13,7 @@
 
 #include "array.h"
 #include "nest.h"
-#include "protocol.pb.h"
+#include "torchbeast.pb.h"
 
 namespace torchbeast {
 

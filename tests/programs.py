@@ -18,10 +18,10 @@ def command(*args, module="monobeast"):
     return [sys.executable, "-m", module, *map(str, args)]
 
 
-def run(*args, timeout_s=TIMEOUT_S, **kwargs):
+def run(*args, module="monobeast", timeout_s=TIMEOUT_S, **kwargs):
     """Runs the program to its end. Its output is in .stdout and .stderr."""
     return subprocess.run(
-        command(*args),
+        command(*args, module=module),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -34,10 +34,10 @@ def run(*args, timeout_s=TIMEOUT_S, **kwargs):
 class Program:
     """The program in the background; wait_for() reads its stderr line by line."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, module="monobeast"):
         self.shm_before = shared_memory()
         self.process = subprocess.Popen(
-            command(*args),
+            command(*args, module=module),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1,0 +1,580 @@
+// ActorPool: one stream to each environment server; steps in, rollouts out.
+
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+#include "batching_queue.h"
+#include "dynamic_batcher.h"
+#include "nest.h"
+#include "torchbeast.grpc.pb.h"
+#include "wait.h"
+#include "wire.h"
+
+namespace torchbeast {
+
+inline constexpr int kProtocolVersion = 1;
+inline constexpr int kMaxEnvs = 4096;  // Of a stream.
+
+struct NoPayload {};
+using LearnerQueue = BatchingQueue<NoPayload>;
+
+namespace internal {
+
+inline std::runtime_error mismatch(const std::string& what, const std::string& learner,
+                                   const std::string& server) {
+  return std::runtime_error(what + " differs: the learner has " + learner +
+                            ", the server " + server);
+}
+
+// A nest's children, as a structure of their own.
+inline Structure joined(Kind kind, std::vector<std::string> keys,
+                        std::vector<Structure> children) {
+  return {kind, std::move(keys), std::move(children)};
+}
+
+// The same elements as one step of time: [1, ...].
+inline Array as_one_step(const Array& array) {
+  Array result = array;
+  result.shape = {1};
+  result.strides = {0};
+  for (int i = 0; i < array.shape.rank(); ++i) {
+    result.shape.push_back(array.shape[i]);
+    result.strides.push_back(array.strides[i]);
+  }
+  return result;
+}
+
+}  // namespace internal
+
+// The T + 1 steps that E environments make together, written in place.
+//
+// A rollout is a dict: of the step's entries [T + 1, E, ...], step 0 being the last one
+// of the rollout before; of the entries of the agent's outputs [T, E, ...], which
+// belong to the steps 0 to T - 1; and core_state [., E, ...], the recurrent state
+// before step 0.
+class Rollout {
+ public:
+  Rollout(int64_t unroll_length, const Nest<ArraySpec>& step) : T_(unroll_length) {
+    structure_.kind = Kind::kDict;
+    structure_.keys = step.structure->keys;
+    structure_.children = step.structure->children;
+    for (const ArraySpec& leaf : step.leaves) {
+      steps_.push_back(allocate(T_ + 1, leaf.dtype, leaf.shape));
+    }
+  }
+
+  // arrays: [E, ...], as in the spec.
+  void write_step(int64_t t, const std::vector<Array>& arrays) const {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      copy(internal::as_one_step(arrays[i]), steps_[i].narrow(0, t, 1));
+    }
+  }
+
+  // The last step becomes the first one.
+  void begin_next() const {
+    for (const Array& array : steps_)
+      copy(array.narrow(0, T_, 1), array.narrow(0, 0, 1));
+  }
+
+  // outputs: a dict of [1, E, ...].
+  void write_outputs(int64_t t, const Structure& structure,
+                     const std::vector<Array>& arrays) {
+    if (outputs_.empty()) {
+      for (size_t i = 0; i < structure.keys.size(); ++i) {
+        structure_.keys.push_back(structure.keys[i]);
+        structure_.children.push_back(structure.children[i]);
+      }
+      for (const Array& array : arrays) {
+        Dims shape = array.shape;
+        shape[0] = T_;
+        outputs_.push_back(allocate_array(recycling_allocator(), array.dtype, shape));
+      }
+    }
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      copy(arrays[i], outputs_[i].narrow(0, t, 1));
+    }
+  }
+
+  // Environment e's part of it, [T + 1 or T, 1, ...]; shares memory.
+  [[nodiscard]] Nest<Array> of_environment(int64_t e, const Nest<Array>& core_state) {
+    if (shared_structure_ == nullptr) {
+      structure_.keys.emplace_back("core_state");
+      structure_.children.push_back(*core_state.structure);
+      shared_structure_ = std::make_shared<const Structure>(std::move(structure_));
+    }
+    Nest<Array> result{shared_structure_, {}};
+    const auto append = [&](const std::vector<Array>& arrays) {
+      for (const Array& array : arrays) result.leaves.push_back(array.narrow(1, e, 1));
+    };
+    append(steps_);
+    append(outputs_);
+    append(core_state.leaves);
+    return result;
+  }
+
+ private:
+  static Array allocate(int64_t times, DType dtype, const Dims& shape) {
+    Dims with_time{times};
+    for (int i = 0; i < shape.rank(); ++i) with_time.push_back(shape[i]);
+    return allocate_array(recycling_allocator(), dtype, with_time);
+  }
+
+  const int64_t T_;
+  Structure structure_;
+  std::shared_ptr<const Structure> shared_structure_;
+  std::vector<Array> steps_;
+  std::vector<Array> outputs_;
+};
+
+// Actors: for each address a thread that steps the environments of one stream.
+//
+// An actor asks the inference batcher for compute((step, core_state)), [1, E, ...]
+// each, which answers (outputs, core_state); outputs is a dict with at least "action"
+// [1, E, ...] int64, and what of it is to be learned from. Each T steps it puts E items
+// into the learner queue: rollouts (see above) of one environment each. Both batch
+// along dimension 1.
+//
+//   run()     blocks until stop(). Throws runtime_error, with what each server said, if
+//             none could be reached within connect_timeout_s.
+//   stop()    any thread, any time. Ends the streams. Actors that wait for the batcher
+//   or
+//             the queue end when these are served or closed: close them, too.
+//   add(), remove(), status()   any thread, any time; never block for long.
+//
+// A stream that fails costs its unfinished rollout: the actor connects again, after
+// 0.1 s and up to 10 s if it goes on failing. An actor ends for good when the batcher
+// or the queue is closed. Destroy it after run() has returned.
+class ActorPool {
+ public:
+  struct Options {
+    int64_t unroll_length = 20;
+    int64_t seed = 0;
+    double connect_timeout_s = 60;
+    std::string observation_space;  // As the server prints them; empty: not compared.
+    std::string action_space;
+  };
+
+  struct Status {
+    std::string address;
+    std::string state;  // "connecting", "running", "waiting to reconnect" or "ended".
+    int64_t num_envs = 0;
+    int64_t steps = 0;       // Of all of its environments.
+    int64_t rollouts = 0;    // That went into the queue.
+    int64_t reconnects = 0;  // Streams that failed.
+    std::string last_error;
+  };
+
+  ActorPool(Options options, std::shared_ptr<LearnerQueue> learner_queue,
+            std::shared_ptr<DynamicBatcher> inference_batcher,
+            const std::vector<std::string>& addresses, Nest<Array> initial_state)
+      : options_(std::move(options)),
+        learner_queue_(std::move(learner_queue)),
+        inference_batcher_(std::move(inference_batcher)),
+        initial_state_(std::move(initial_state)) {
+    if (options_.unroll_length < 1) {
+      throw std::invalid_argument("unroll_length is " +
+                                  std::to_string(options_.unroll_length) +
+                                  ", expected at least 1");
+    }
+    for (const Array& array : initial_state_.leaves) {
+      if (array.shape.rank() < 2 || array.shape[1] != 1) {
+        throw std::invalid_argument("initial_state has shape " + array.shape.str() +
+                                    ", expected [., 1, ...]: that of one environment");
+      }
+    }
+    for (const std::string& address : addresses) add(address);
+  }
+  ActorPool(const ActorPool&) = delete;
+  ActorPool& operator=(const ActorPool&) = delete;
+  ~ActorPool() {
+    stop();
+    join();
+  }
+
+  void run(Blocking* blocking = nullptr) {
+    try {
+      std::unique_lock<std::mutex> lock(mu_);
+      if (running_) throw std::runtime_error("run() was called twice");
+      running_ = true;
+      for (Actor& actor : actors_) start(&actor);
+      const auto timeout = std::chrono::duration<double>(options_.connect_timeout_s);
+      const auto until =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+      wait(&lock, &changed_, blocking, until, [&] { return stopping_ || reached_; });
+      if (!stopping_ && !reached_) {
+        std::string errors;
+        for (const Actor& actor : actors_) {
+          errors +=
+              "; " + actor.status.address + ": " +
+              (actor.status.last_error.empty() ? "no answer" : actor.status.last_error);
+        }
+        throw std::runtime_error("no environment server could be reached within " +
+                                 std::to_string(options_.connect_timeout_s) + " s" +
+                                 errors);
+      }
+      wait(&lock, &changed_, blocking, std::nullopt, [&] { return stopping_; });
+    } catch (...) {
+      stop();
+      inference_batcher_->close();
+      learner_queue_->close();
+      if (blocking != nullptr) blocking->begin();
+      join();
+      throw;
+    }
+    if (blocking != nullptr) blocking->begin();
+    join();
+  }
+
+  void stop() {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      stopping_ = true;
+      for (Actor& actor : actors_) cancel(&actor);
+    }
+    changed_.notify_all();
+  }
+
+  // Another stream. The same address may be there several times.
+  void add(const std::string& address) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (stopping_) return;
+    Actor& actor = actors_.emplace_back();
+    actor.status.address = address;
+    actor.status.state = "connecting";
+    actor.seed = options_.seed + num_added_++;
+    if (running_) start(&actor);
+  }
+
+  // Ends the streams to the address. False if there is none.
+  bool remove(const std::string& address) {
+    bool found = false;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      for (Actor& actor : actors_) {
+        if (actor.status.address != address || actor.removed) continue;
+        actor.removed = true;
+        cancel(&actor);
+        found = true;
+      }
+    }
+    changed_.notify_all();
+    return found;
+  }
+
+  // Of the actors that were not removed.
+  [[nodiscard]] std::vector<Status> status() const {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::vector<Status> result;
+    for (const Actor& actor : actors_) {
+      if (!actor.removed) result.push_back(actor.status);
+    }
+    return result;
+  }
+
+ private:
+  struct Actor {  // All but seed and thread guarded by mu_.
+    Status status;
+    bool removed = false;
+    grpc::ClientContext* context = nullptr;  // Of the stream that is under way.
+    int64_t seed = 0;
+    std::thread thread;
+  };
+
+  // mu_ must be held for these.
+  void start(Actor* actor) {
+    actor->thread = std::thread([this, actor] { act(actor); });
+  }
+  static void cancel(Actor* actor) {
+    if (actor->context != nullptr) actor->context->TryCancel();
+  }
+  [[nodiscard]] bool ends(const Actor& actor) const {
+    return stopping_ || actor.removed;
+  }
+
+  void join() {
+    // Nothing is added any more, and elements of a list stay where they are.
+    for (Actor& actor : actors_) {
+      if (actor.thread.joinable()) actor.thread.join();
+    }
+  }
+
+  // An actor's thread: streams, one after the other.
+  void act(Actor* actor) {
+    std::mt19937_64 random(
+        static_cast<uint64_t>(actor->seed) ^
+        static_cast<uint64_t>(Clock::now().time_since_epoch().count()));
+    std::uniform_real_distribution<double> jitter(0.5, 1.5);
+    double wait_s = 0.1;
+    for (;;) {
+      int64_t steps_before = 0;
+      std::string error;
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        if (ends(*actor)) break;
+        actor->status.state = "connecting";
+        steps_before = actor->status.steps;
+      }
+      try {
+        stream(actor);
+      } catch (const Closed&) {
+        break;
+      } catch (const std::exception& e) {
+        error = e.what();
+      }
+      std::unique_lock<std::mutex> lock(mu_);
+      if (ends(*actor)) break;
+      actor->status.last_error = error;
+      ++actor->status.reconnects;
+      actor->status.state = "waiting to reconnect";
+      if (actor->status.steps > steps_before) wait_s = 0.1;
+      const auto until =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                             std::chrono::duration<double>(wait_s * jitter(random)));
+      wait(&lock, &changed_, nullptr, until, [&] { return ends(*actor); });
+      wait_s = std::min(10.0, 2 * wait_s);
+    }
+    std::lock_guard<std::mutex> lock(mu_);
+    actor->status.state = "ended";
+  }
+
+  // One stream, from Hello to its end, which is always an exception.
+  void stream(Actor* actor) {
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(std::numeric_limits<int>::max());
+    arguments.SetMaxSendMessageSize(std::numeric_limits<int>::max());
+    // Each attempt connects anew: waiting is done in act().
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+    const auto channel = grpc::CreateCustomChannel(
+        actor->status.address, grpc::InsecureChannelCredentials(), arguments);
+    const auto stub = protocol::EnvironmentServer::NewStub(channel);
+    grpc::ClientContext context;
+    const Reach reach(this, actor, &context);
+    const auto stream = stub->Stream(&context);
+    try {
+      converse(actor, stream.get());
+    } catch (...) {
+      context.TryCancel();
+      (void)stream->Finish();
+      throw;
+    }
+    // The other side has ended it. Always Finish(): the reason is there.
+    const grpc::Status status = stream->Finish();
+    throw std::runtime_error(status.ok() ? "the server ended the stream"
+                                         : status.error_message());
+  }
+
+  using Stream =
+      grpc::ClientReaderWriterInterface<protocol::Request, protocol::Response>;
+
+  // Returns when the other side has ended the stream.
+  void converse(Actor* actor, Stream* stream) {
+    protocol::Request request;
+    request.mutable_hello()->set_version(kProtocolVersion);
+    request.mutable_hello()->set_seed(actor->seed);
+    if (!stream->Write(request)) return;
+    request.clear_hello();
+
+    const auto response = std::make_shared<protocol::Response>();
+    if (!stream->Read(response.get())) return;
+    const protocol::Welcome welcome = response->welcome();
+    check(welcome);
+    const int64_t num_envs = welcome.num_envs();
+    const Nest<ArraySpec> spec = decode_spec(welcome.step());
+    const Nest<ArraySpec> action_spec = decode_spec(welcome.action());
+    check_rows(spec, num_envs);
+    check_rows(action_spec, num_envs);
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      actor->status.state = "running";
+      actor->status.num_envs = num_envs;
+      reached_ = true;
+    }
+    changed_.notify_all();
+
+    const auto decode = [&] {
+      return decode_arrays(spec, {response, &response->step()});
+    };
+    Nest<Array> step = decode();
+    Nest<Array> core_state = for_each_environment(initial_state_, num_envs);
+    const auto input_structure = std::make_shared<const Structure>(
+        internal::joined(Kind::kTuple, {}, {*step.structure, *core_state.structure}));
+    Rollout rollout(options_.unroll_length, spec);
+    rollout.write_step(0, step.leaves);
+    for (;;) {
+      const Nest<Array> initial_core_state = core_state;
+      for (int64_t t = 0; t < options_.unroll_length; ++t) {
+        Nest<Array> inputs{input_structure, {}};
+        for (const Array& array : step.leaves) {
+          inputs.leaves.push_back(internal::as_one_step(array));
+        }
+        inputs.leaves.insert(inputs.leaves.end(), core_state.leaves.begin(),
+                             core_state.leaves.end());
+        const Nest<Array> result = inference_batcher_->compute(inputs);
+        const Outputs outputs(result, action_spec);
+        rollout.write_outputs(t, outputs.structure, outputs.leaves);
+        core_state.leaves = outputs.core_state;
+
+        encode_arrays({action_spec.structure, {outputs.action}},
+                      request.mutable_action());
+        if (!stream->Write(request)) return;
+        step.leaves.clear();
+        if (!stream->Read(response.get())) return;
+        step = decode();
+        rollout.write_step(t + 1, step.leaves);
+        std::lock_guard<std::mutex> lock(mu_);
+        actor->status.steps += num_envs;
+      }
+      for (int64_t e = 0; e < num_envs; ++e) {
+        learner_queue_->enqueue(rollout.of_environment(e, initial_core_state), {});
+        std::lock_guard<std::mutex> lock(mu_);
+        ++actor->status.rollouts;
+      }
+      rollout.begin_next();
+    }
+  }
+
+  // What the agent answered, taken apart. Throws invalid_argument if it is not
+  // ({"action": ..., ...}, core_state).
+  struct Outputs {
+    Outputs(const Nest<Array>& result, const Nest<ArraySpec>& action_spec) {
+      const Structure& s = *result.structure;
+      if (s.kind == Kind::kLeaf || s.kind == Kind::kDict || s.children.size() != 2 ||
+          s.children[0].kind != Kind::kDict) {
+        throw std::invalid_argument("inference returned " + s.describe() +
+                                    ", expected (dict of outputs, core_state)");
+      }
+      structure = s.children[0];
+      const auto n = static_cast<std::ptrdiff_t>(structure.num_leaves());
+      leaves.assign(result.leaves.begin(), result.leaves.begin() + n);
+      core_state.assign(result.leaves.begin() + n, result.leaves.end());
+      const auto key =
+          std::find(structure.keys.begin(), structure.keys.end(), "action");
+      if (key == structure.keys.end()) {
+        throw std::invalid_argument("inference returned " + structure.describe() +
+                                    ", expected 'action' among them");
+      }
+      size_t index = 0;
+      for (auto k = structure.keys.begin(); k != key; ++k) {
+        index += structure.children[static_cast<size_t>(k - structure.keys.begin())]
+                     .num_leaves();
+      }
+      const Array& array = leaves.at(index);
+      const ArraySpec& expected = action_spec.leaves.at(0);
+      action = array;
+      action.shape = {};
+      action.strides = {};
+      for (int i = 1; i < array.shape.rank(); ++i) {
+        action.shape.push_back(array.shape[i]);
+        action.strides.push_back(array.strides[i]);
+      }
+      if (array.dtype != expected.dtype || action.shape != expected.shape) {
+        throw std::invalid_argument("inference returned the action as " +
+                                    array.dtype.name() + " " + array.shape.str() +
+                                    ", expected " + expected.dtype.name() + " [1] + " +
+                                    expected.shape.str());
+      }
+    }
+
+    Structure structure;            // Of the dict.
+    std::vector<Array> leaves;      // [1, E, ...]
+    std::vector<Array> core_state;  // [., E, ...]
+    Array action;                   // [E, ...]
+  };
+
+  // Makes stop() and remove() reach a stream for as long as it lasts.
+  class Reach {
+   public:
+    Reach(ActorPool* pool, Actor* actor, grpc::ClientContext* context)
+        : pool_(pool), actor_(actor) {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      actor_->context = context;
+      if (pool_->ends(*actor)) context->TryCancel();
+    }
+    Reach(const Reach&) = delete;
+    Reach& operator=(const Reach&) = delete;
+    ~Reach() {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      actor_->context = nullptr;
+    }
+
+   private:
+    ActorPool* const pool_;
+    Actor* const actor_;
+  };
+
+  void check(const protocol::Welcome& welcome) const {
+    const auto compare = [](const std::string& what, const std::string& learner,
+                            const std::string& server) {
+      if (learner != server) throw internal::mismatch(what, learner, server);
+    };
+    compare("the protocol's version", std::to_string(kProtocolVersion),
+            std::to_string(welcome.version()));
+    if (!options_.observation_space.empty()) {
+      compare("the observation space", options_.observation_space,
+              welcome.observation_space());
+    }
+    if (!options_.action_space.empty()) {
+      compare("the action space", options_.action_space, welcome.action_space());
+    }
+    if (welcome.num_envs() < 1 || welcome.num_envs() > kMaxEnvs) {
+      throw std::runtime_error("the server has " + std::to_string(welcome.num_envs()) +
+                               " environments for a stream, expected 1 to " +
+                               std::to_string(kMaxEnvs));
+    }
+  }
+
+  static void check_rows(const Nest<ArraySpec>& spec, int64_t num_envs) {
+    for (size_t i = 0; i < spec.leaves.size(); ++i) {
+      const Dims& shape = spec.leaves[i].shape;
+      if (shape.rank() >= 1 && shape.rank() < kMaxRank && shape[0] == num_envs)
+        continue;
+      throw std::invalid_argument(
+          spec.structure->leaf_name(i) + " has shape " + shape.str() + ", expected [" +
+          std::to_string(num_envs) + ", ...]: one row for each environment");
+    }
+  }
+
+  // [., 1, ...] repeated to [., E, ...], without a copy.
+  static Nest<Array> for_each_environment(const Nest<Array>& state, int64_t num_envs) {
+    return state.map([&](Array array) {
+      array.shape[1] = num_envs;
+      array.strides[1] = 0;
+      return array;
+    });
+  }
+
+  const Options options_;
+  const std::shared_ptr<LearnerQueue> learner_queue_;
+  const std::shared_ptr<DynamicBatcher> inference_batcher_;
+  const Nest<Array> initial_state_;
+
+  mutable std::mutex mu_;
+  std::condition_variable
+      changed_;              // stopping_, reached_ or an actor's `removed` is set.
+  std::list<Actor> actors_;  // Guarded by mu_. Only grows.
+  int64_t num_added_ = 0;    // Guarded by mu_.
+  bool running_ = false;     // Guarded by mu_.
+  bool stopping_ = false;    // Guarded by mu_.
+  bool reached_ = false;     // Guarded by mu_. A server has answered.
+};
+
+}  // namespace torchbeast

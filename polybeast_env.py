@@ -1,0 +1,406 @@
+"""Environment servers: PolyBeast's environments, on the learner's machine or any other.
+
+    python -m polybeast_env --env PongNoFrameskip-v4 --address 0.0.0.0:50051
+
+Each server is a process, at an address of its own (ports, or names of Unix sockets, are
+counted up from the first), and gives each learner that connects a new batch of
+environments, which it steps together. csrc/torchbeast.proto says what crosses the
+network. Needs neither torch nor a compiler.
+
+E is the number of environments of a stream.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from concurrent import futures
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+import atari_wrappers
+import environment
+import torchbeast_pb2 as pb
+from command_line import Parser, environment_parser, log, number, setup_logging
+from environment import BadInput
+
+PROTOCOL_VERSION = 1
+SERVICE = "torchbeast.protocol.EnvironmentServer"
+MAX_STREAMS = 64  # Of a server.
+MAX_MESSAGE_BYTES = 2**30
+MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
+LOG_EVERY_S = 60
+
+
+# Flags.
+
+
+def parser():
+    p = Parser(
+        prog="polybeast_env",
+        description="Environment servers for PolyBeast.",
+        parents=[environment_parser()],
+    )
+    # fmt: off
+    g = p.add_argument_group("servers")
+    g.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT",
+                   help="of the first server, or unix:PATH; the others count up "
+                   "(default: %(default)s)")
+    g.add_argument("--num_servers", type=number(int, 1), metavar="N",
+                   help="server processes (default: one per core)")
+    g.add_argument("--envs_per_server", type=number(int, 1), default=8, metavar="E",
+                   help="environments of each stream (default: %(default)s)")
+    g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
+                   help="of environments (default: the learner's)")
+    # fmt: on
+    return p
+
+
+def addresses(first, n):
+    """The n addresses that count up from the first. BadInput if it is none."""
+    if first.startswith("unix:"):
+        path = first.removeprefix("unix:")
+        if not path:
+            raise BadInput(f"--address {first}: expected unix:PATH")
+        return [first] if n == 1 else [f"{first}.{i}" for i in range(n)]
+    host, colon, port = first.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) <= 65536 - n):
+        raise BadInput(f"--address {first}: expected HOST:PORT or unix:PATH")
+    return [f"{host}:{int(port) + i}" for i in range(n)]
+
+
+# The environment.
+
+
+def create_env(flags, num_envs, render_mode=None):
+    """num_envs environments. To use another environment, edit this function."""
+    if atari_wrappers.is_atari(flags.env):
+        options = {
+            "sticky_actions": flags.sticky_actions,
+            "full_action_space": flags.full_action_space,
+            "terminal_on_life_loss": flags.terminal_on_life_loss,
+        }
+        if num_envs == 1:
+            env = atari_wrappers.make_single(
+                flags.env, render_mode=render_mode, **options
+            )
+        else:
+            env = atari_wrappers.make_vector(flags.env, num_envs, **options)
+    else:
+        env = environment.make(flags.env, num_envs, render_mode)
+    return environment.Environment(env)
+
+
+# Messages.
+
+
+def encode_structure(nest):
+    if isinstance(nest, dict):
+        children = map(encode_structure, nest.values())
+        return pb.Structure(kind=pb.Structure.DICT, keys=nest, children=children)
+    if isinstance(nest, (tuple, list)):
+        kind = pb.Structure.TUPLE if isinstance(nest, tuple) else pb.Structure.LIST
+        return pb.Structure(kind=kind, children=map(encode_structure, nest))
+    return pb.Structure(kind=pb.Structure.LEAF)
+
+
+DTYPE_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}  # DLPack's.
+
+
+def encode_spec(nest):
+    """The Spec of a nest of arrays. ValueError for arrays that cannot be sent."""
+    arrays = []
+    for path, x in environment.leaves(nest):
+        x = np.asarray(x)
+        if x.dtype.kind not in DTYPE_CODES or not x.dtype.isnative or x.ndim > 7:
+            raise ValueError(
+                f"{path} is {x.dtype} {list(x.shape)}, expected numbers or bool, of at "
+                "most 7 dimensions, in this machine's byte order"
+            )
+        code = DTYPE_CODES[x.dtype.kind]
+        arrays.append(pb.ArraySpec(code=code, bits=8 * x.itemsize, shape=x.shape))
+    return pb.Spec(structure=encode_structure(nest), arrays=arrays)
+
+
+def encode_arrays(nest):
+    return pb.Arrays(
+        data=[np.asarray(x).tobytes() for _, x in environment.leaves(nest)]
+    )
+
+
+# A server.
+
+
+class EnvironmentServer:
+    """Answers the streams of one server process."""
+
+    def __init__(self, flags):
+        self.flags = flags
+        self._lock = threading.Lock()
+        self._num_streams = 0  # Guarded by _lock.
+
+    def handler(self):
+        """What a grpc.Server is given."""
+        stream = grpc.stream_stream_rpc_method_handler(
+            self.stream,
+            request_deserializer=pb.Request.FromString,
+            response_serializer=pb.Response.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Stream": stream})
+
+    def stream(self, requests, context):
+        """One stream: a batch of environments of its own, from Hello to the end."""
+        peer = context.peer()
+        with self._lock:
+            full = self._num_streams >= MAX_STREAMS
+            self._num_streams += not full
+        if full:
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"this server has {MAX_STREAMS} streams already",
+            )
+        env = None
+        stats = Statistics(peer)
+        try:
+            hello = next(requests, pb.Request()).hello
+            if hello.version != PROTOCOL_VERSION:
+                raise Refused(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"the learner speaks version {hello.version} of the protocol, this "
+                    f"server version {PROTOCOL_VERSION}",
+                )
+            log.info("%s: connected", peer)
+            env = create_env(self.flags, self.flags.envs_per_server)
+            seed = hello.seed if self.flags.seed is None else self.flags.seed
+            step = env.initial(seed)
+            welcome = self._welcome(env, step)
+            yield pb.Response(welcome=welcome, step=encode_arrays(step))
+            shape = (env.num_envs, *env.action_shape)
+            for request in requests:
+                action = self._action(request, shape, env.num_actions)
+                step = env.step(action)
+                stats.add(step)
+                yield pb.Response(step=encode_arrays(step))
+        except GeneratorExit:  # The learner is gone.
+            raise
+        except Exception as e:
+            if not context.is_active():
+                return  # The learner is gone, which interrupts next(requests).
+            code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
+            if isinstance(e, Refused):
+                code, text = e.args
+            log.error("%s: %s", peer, text)
+            context.abort(code, text[-MAX_ERROR_CHARACTERS:])
+        finally:
+            with self._lock:
+                self._num_streams -= 1
+            if env is not None:
+                env.close()
+            stats.log("disconnected after ")
+
+    def _welcome(self, env, step):
+        action = np.zeros((env.num_envs, *env.action_shape), np.int64)
+        return pb.Welcome(
+            version=PROTOCOL_VERSION,
+            observation_space=str(env.observation_space),
+            action_space=str(env.action_space),
+            num_envs=env.num_envs,
+            step=encode_spec(step),
+            action=encode_spec(action),
+        )
+
+    def _action(self, request, shape, num_actions):
+        """The action [E, ...] int64 of a request. Refused if there is none in it."""
+        data = request.action.data
+        size = 8 * int(np.prod(shape))
+        if len(data) != 1 or len(data[0]) != size:
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the action has {[len(x) for x in data]} bytes, expected [{size}]: "
+                f"int64 {list(shape)}",
+            )
+        action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
+        if (action < 0).any() or (action >= np.asarray(num_actions)).any():
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the action {action.tolist()} is out of bounds, expected 0 to less "
+                f"than {list(num_actions)}",
+            )
+        return action
+
+
+class Refused(Exception):
+    """The learner's mistake: (grpc.StatusCode, message)."""
+
+
+class Statistics:
+    """Logs what a stream did, once a minute and at its end."""
+
+    def __init__(self, peer):
+        self.peer = peer
+        self.start = self.logged_at = time.monotonic()
+        self.steps = self.episodes = 0
+        self.total_return = 0.0
+
+    def add(self, step):
+        self.steps += len(step["reward"])
+        end = step["episode_end"]
+        if end.any():
+            self.episodes += int(end.sum())
+            self.total_return += float(step["episode_return"][end].sum())
+        if time.monotonic() - self.logged_at > LOG_EVERY_S:
+            self.log()
+
+    def log(self, what=""):
+        self.logged_at = time.monotonic()
+        rate = self.steps / max(1e-9, self.logged_at - self.start)
+        text = f"{what}{self.steps:,} steps, {rate:,.0f} steps/s, "
+        text += f"{self.episodes} episodes"
+        if self.episodes:
+            text += f", mean return {self.total_return / self.episodes:.2f}"
+        log.info("%s: %s", self.peer, text)
+
+
+def serve(flags, address, parent):
+    """Server process. Serves at the address until its parent closes the other end of
+    the connection, or is gone. Signals are the parent's to handle."""
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, signal.SIG_IGN)
+    setup_logging()
+    pool = futures.ThreadPoolExecutor(MAX_STREAMS + 8)  # And some for health checks.
+    server = grpc.server(
+        pool,
+        options=[
+            ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ],
+    )
+    server.add_generic_rpc_handlers([EnvironmentServer(flags).handler()])
+    checks = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError:
+        with contextlib.suppress(OSError):
+            parent.send(f"cannot serve at {address}: is it in use, or of another host?")
+        sys.exit(2)
+    server.start()
+    for service in ("", SERVICE):
+        checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+    with contextlib.suppress(OSError, EOFError):
+        parent.send(None)
+        parent.recv()
+    checks.enter_graceful_shutdown()
+    server.stop(grace=1).wait()
+    os._exit(0)  # Streams that are in an environment's step do not hold this up.
+
+
+# The servers of this host.
+
+
+class Server:
+    """One supervised server process."""
+
+    def __init__(self, flags, address):
+        self.flags = flags
+        self.address = address
+        self.restarts = 0
+        self.start()
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")
+        self.connection, child = context.Pipe()
+        self.process = context.Process(
+            target=serve, args=(self.flags, self.address, child), name=self.address
+        )
+        self.process.start()
+        child.close()
+        self.started_at = time.monotonic()
+
+    def wait_until_ready(self):
+        """BadInput if it cannot serve there."""
+        try:
+            message = self.connection.recv()
+        except EOFError:
+            message = f"the server at {self.address} ended while it started"
+        if message is not None:
+            raise BadInput(message)
+
+    def restart_if_ended(self):
+        if self.process.is_alive():
+            return
+        ran_s = time.monotonic() - self.started_at
+        wait_s = min(30, 2 ** min(self.restarts, 5)) if ran_s < 60 else 0
+        if ran_s < wait_s:
+            return
+        self.restarts += 1
+        log.error(
+            "server at %s ended (exit code %s), started again",
+            self.address,
+            self.process.exitcode,
+        )
+        self.start()
+
+    def stop(self):
+        self.connection.close()  # Which ends it.
+
+    def join(self, timeout_s=10):
+        self.process.join(timeout_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def run(flags):
+    """Serves until a signal. Returns the exit code."""
+    if flags.num_servers is None:
+        flags.num_servers = len(os.sched_getaffinity(0))
+    all_addresses = addresses(flags.address, flags.num_servers)
+    create_env(flags, flags.envs_per_server).close()  # BadInput here, not in a process.
+    received = []
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, lambda signum, _: received.append(signum))
+    servers = []
+    try:
+        for address in all_addresses:
+            servers.append(Server(flags, address))
+        for server in servers:
+            server.wait_until_ready()
+        log.info(
+            "%s: %d environments for each stream at %s",
+            flags.env,
+            flags.envs_per_server,
+            ", ".join(all_addresses),
+        )
+        while not received:
+            time.sleep(0.2)
+            for server in servers:
+                server.restart_if_ended()
+    finally:
+        for server in servers:
+            server.stop()
+        for server in servers:
+            server.join()
+    log.info("stopped by %s", signal.Signals(received[0]).name)
+    return 128 + received[0]
+
+
+def main(argv=None):
+    p = parser()
+    flags = p.parse_args(argv)
+    setup_logging()
+    try:
+        return run(flags)
+    except BadInput as e:
+        p.error(str(e))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

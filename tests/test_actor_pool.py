@@ -1,0 +1,295 @@
+"""libtorchbeast.ActorPool with real environment servers."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from environment import Environment, make
+from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+from tests.programs import children, cmdline
+from tests.test_polybeast_env import COUNTER, free_port, servers
+
+T = 7
+
+
+class Learner:
+    """An ActorPool, its queue and batcher, and a thread that answers: action 1, and a
+    core_state that counts the answers."""
+
+    def __init__(self, addresses, delay_s=0, **kwargs):
+        self.queue = BatchingQueue(
+            1, minimum_batch_size=1, maximum_batch_size=1, maximum_queue_size=64
+        )
+        self.batcher = DynamicBatcher(1, timeout_ms=10)
+        self.answers = 0
+        self.delay_s = delay_s
+        self.error = None
+        self.pool = ActorPool(
+            T,
+            self.queue,
+            self.batcher,
+            addresses,
+            initial_state=(torch.zeros(1, 1, 2),),
+            **{"connect_timeout_s": 30, **kwargs},
+        )
+        self.threads = [
+            threading.Thread(target=self._run),
+            threading.Thread(target=self._answer),
+        ]
+
+    def _run(self):
+        try:
+            self.pool.run()
+        except RuntimeError as e:
+            self.error = str(e)
+
+    def _answer(self):
+        for batch in self.batcher:
+            step, (count,) = batch.get_inputs()
+            n = step["reward"].shape[1]
+            outputs = {
+                "action": torch.ones(1, n, dtype=torch.int64),
+                "policy_logits": count[..., :1] + torch.zeros(1, n, 2),
+            }
+            time.sleep(self.delay_s)
+            self.answers += n
+            batch.set_outputs((outputs, (count + 1,)))
+
+    def rollouts(self, n):
+        """The next n of the queue, as NumPy arrays without their second dimension."""
+        result = []
+        for _ in range(n):
+            batch = self.queue.dequeue_many()
+            core_state = batch.pop("core_state")[0].numpy()
+            result.append({k: x.numpy()[:, 0] for k, x in batch.items()})
+            result[-1]["core_state"] = core_state
+        return result
+
+    def status(self):
+        return {s["address"]: s for s in self.pool.status()}
+
+    def wait_for(self, condition, timeout_s=60):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.pool.status()
+            time.sleep(0.01)
+
+    def drain(self):
+        """A thread that throws rollouts away, from now on."""
+        thread = threading.Thread(target=lambda: [None for _ in self.queue])
+        thread.start()
+        self.threads.append(thread)
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.pool.stop()
+        self.batcher.close()
+        self.queue.close()
+        for thread in self.threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def server(num_envs=1, env=COUNTER, num_servers=1, address=None):
+    address = address or f"127.0.0.1:{free_port()}"
+    flags = ["--num_servers", num_servers, "--envs_per_server", num_envs]
+    with servers(*flags, "--address", address, env=env) as program:
+        yield address, program
+
+
+def check_contiguous(rollout):
+    """Counter's: each observation follows the one before."""
+    total = rollout["observation"][:, 0]
+    np.testing.assert_array_equal(np.diff(total), np.ones(T))
+    np.testing.assert_array_equal(
+        rollout["episode_step"],
+        np.where(rollout["done"], 0, rollout["observation"][:, 2]),
+    )
+
+
+@pytest.mark.parametrize("num_envs", [1, 8])
+def test_rollouts_are_what_the_environment_does_step_by_step(num_envs):
+    n = 12  # Rollouts of each environment: episodes begin and are cut off in them.
+    local = Environment(make(COUNTER, num_envs))
+    steps = [local.initial(3)]
+    for _ in range(n * T):
+        steps.append(local.step(np.ones(num_envs, np.int64)))
+    with server(num_envs) as (address, _), Learner([address], seed=3) as learner:
+        rollouts = learner.rollouts(n * num_envs)
+        assert learner.status()[address]["num_envs"] == num_envs
+    for i, rollout in enumerate(rollouts):
+        k, e = divmod(i, num_envs)  # An actor puts its environments' rollouts in order.
+        for name in steps[0]:
+            # One step of overlap: the first step repeats the last of the one before.
+            expected = np.stack([s[name][e] for s in steps[k * T : (k + 1) * T + 1]])
+            assert rollout[name].dtype == expected.dtype
+            np.testing.assert_array_equal(rollout[name], expected, err_msg=name)
+        np.testing.assert_array_equal(rollout["action"], np.ones(T))
+        # What was answered to step t, and the state before the first one.
+        np.testing.assert_array_equal(
+            rollout["policy_logits"][:, 0], k * T + np.arange(T)
+        )
+        np.testing.assert_array_equal(rollout["core_state"], np.full((1, 1, 2), k * T))
+
+
+def test_streams_are_seeded_one_by_one():
+    with server(env="CartPole-v1", num_servers=1) as (address, _):
+        with Learner([address, address], seed=5) as learner:
+            first = [learner.rollouts(1)[0]["observation"][0] for _ in range(8)]
+    expected = {
+        Environment(make("CartPole-v1", 1)).initial(seed)["observation"].tobytes()
+        for seed in (5, 6)
+    }
+    assert expected <= {x.tobytes() for x in first}
+
+
+def test_a_killed_server_costs_its_unfinished_rollout_and_nothing_else():
+    with server(2) as (address, program), Learner([address]) as learner:
+        [pid] = [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
+        rollouts = learner.rollouts(10)
+        os.kill(pid, signal.SIGKILL)
+        learner.drain()
+        learner.wait_for(lambda: learner.status()[address]["reconnects"])
+        error = learner.status()[address]["last_error"]
+        before = learner.status()[address]["rollouts"]
+        learner.wait_for(lambda: learner.status()[address]["rollouts"] > before + 10)
+        assert learner.status()[address]["state"] == "running"
+        assert error
+    for rollout in rollouts:
+        check_contiguous(rollout)
+
+
+def test_rollouts_across_reconnects_are_contiguous():
+    with server(1, env="tests.faulty_envs:Raises-v0") as (address, _):
+        with Learner([address]) as learner:
+            rollouts = learner.rollouts(100)  # It raises each 300 steps.
+            status = learner.status()[address]
+    assert status["reconnects"] >= 2
+    assert "RuntimeError: the ball went through the floor" in status["last_error"]
+    for rollout in rollouts:
+        step = np.where(rollout["done"], 0, rollout["episode_step"])
+        np.testing.assert_array_equal(step[1:], (step[:-1] + 1) % 11)
+        assert (rollout["core_state"] % T == 0).all()
+
+
+def test_no_server_within_the_time_is_an_error_that_says_so():
+    address = f"127.0.0.1:{free_port()}"
+    with Learner([address], connect_timeout_s=1) as learner:
+        learner.threads[0].join(30)
+        assert "no environment server could be reached within 1" in learner.error
+        assert address in learner.error
+        assert learner.queue.is_closed() and learner.batcher.is_closed()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"observation_space": "Box(0, 1, (9,), uint8)"},
+            "the observation space differs",
+        ),
+        (
+            {"action_space": "Discrete(77)"},
+            "learner has Discrete(77), the server Discr",
+        ),
+    ],
+)
+def test_servers_with_other_spaces_are_refused_naming_both(kwargs, message):
+    with server() as (address, _):
+        with Learner([address], connect_timeout_s=1, **kwargs) as learner:
+            learner.threads[0].join(30)
+            assert message in learner.error
+            assert next(iter(kwargs.values())) in learner.error
+            assert learner.answers == 0
+
+
+def test_one_bad_server_does_not_disturb_the_others():
+    nobody = f"127.0.0.1:{free_port()}"
+    with server() as (address, _), Learner([nobody, address]) as learner:
+        for rollout in learner.rollouts(20):
+            check_contiguous(rollout)
+        learner.wait_for(lambda: learner.status()[nobody]["last_error"])
+        assert learner.status()[nobody]["reconnects"] >= 1
+        assert learner.status()[address]["reconnects"] == 0
+
+
+def test_servers_come_and_go_at_run_time():
+    with server() as (one, _), server() as (two, _), Learner([one]) as learner:
+        learner.drain()
+        learner.pool.add(two)
+        learner.wait_for(lambda: learner.status()[two]["rollouts"] > 5)
+        assert learner.pool.remove(one)
+        assert not learner.pool.remove(one) and not learner.pool.remove("nobody:1")
+        assert list(learner.status()) == [two]
+        before = learner.status()[two]["rollouts"]
+        learner.wait_for(lambda: learner.status()[two]["rollouts"] > before + 5)
+
+
+def test_a_server_gone_for_a_while_is_taken_up_again():
+    with Learner([], connect_timeout_s=60) as learner:
+        learner.drain()
+        address = f"127.0.0.1:{free_port()}"
+        learner.pool.add(address)
+        for _ in range(2):
+            with server(address=address):
+                before = learner.status()[address]["rollouts"]
+                learner.wait_for(
+                    lambda n=before: learner.status()[address]["rollouts"] > n + 3
+                )
+            learner.wait_for(lambda: learner.status()[address]["state"] != "running")
+
+
+def test_stop_ends_actors_whatever_they_wait_for():
+    with server(2) as (address, _):
+        # The queue is full: nothing takes from it.
+        with Learner([address] * 3) as learner:
+            learner.wait_for(lambda: learner.queue.size() == 64)
+        # The batcher does not answer.
+        with Learner([address] * 3, delay_s=2):
+            pass
+
+
+def test_an_answer_that_is_none_is_in_the_status():
+    with server(2) as (address, _):
+        learner = Learner([address])
+
+        def answer():
+            for batch in learner.batcher:
+                batch.set_outputs({"action": torch.ones(1, len(batch))})
+
+        learner.threads[1] = threading.Thread(target=answer)
+        with learner:
+            learner.wait_for(lambda: learner.status()[address]["last_error"])
+            error = learner.status()[address]["last_error"]
+        assert "expected (dict of outputs, core_state)" in error
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"unroll_length": 0}, "unroll_length is 0"),
+        ({"initial_state": torch.zeros(3)}, "initial_state has shape"),
+        ({"initial_state": torch.zeros(1, 2, 3)}, "initial_state has shape"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_by_name(kwargs, message):
+    arguments = {
+        "unroll_length": T,
+        "learner_queue": BatchingQueue(1),
+        "inference_batcher": DynamicBatcher(1),
+        "addresses": [],
+        "initial_state": (),
+    }
+    with pytest.raises(ValueError, match=message):
+        ActorPool(**{**arguments, **kwargs})

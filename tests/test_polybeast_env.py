@@ -1,0 +1,299 @@
+"""Environment servers, driven as programs, over gRPC, by a client written in Python."""
+
+import queue
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import polybeast_env
+import torchbeast_pb2 as pb
+from environment import BadInput, Environment, leaves, make
+from tests.programs import ROOT, Program, children, cmdline, run
+
+COUNTER = "tests.envs:torchbeast/Counter-v0"
+NESTED = "tests.faulty_envs:Nested-v0"
+READY = "environments for each stream at"
+DTYPES = {
+    (0, 32): np.int32,
+    (0, 64): np.int64,
+    (0, 8): np.int8,
+    (1, 8): np.uint8,
+    (2, 32): np.float32,
+    (2, 64): np.float64,
+    (6, 8): np.bool_,
+}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def servers(*args, env=COUNTER):
+    program = Program("--env", env, *args, module="polybeast_env")
+    program.wait_for(READY)
+    return program
+
+
+@pytest.fixture(scope="module")
+def counter():
+    """The address of a server of two Counters a stream."""
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--num_servers", 1, "--envs_per_server", 2, "--address", address]
+    with servers(*flags):
+        yield address
+
+
+class Client:
+    """One stream."""
+
+    def __init__(self, address, version=polybeast_env.PROTOCOL_VERSION, seed=7):
+        self.channel = grpc.insecure_channel(address)
+        call = self.channel.stream_stream(
+            f"/{polybeast_env.SERVICE}/Stream",
+            request_serializer=pb.Request.SerializeToString,
+            response_deserializer=pb.Response.FromString,
+        )
+        self.requests = queue.Queue()
+        self.requests.put(pb.Request(hello=pb.Hello(version=version, seed=seed)))
+        self.responses = call(iter(self.requests.get, None), timeout=60)
+
+    def welcome(self):
+        response = next(self.responses)
+        return response.welcome, response.step
+
+    def step(self, action):
+        action = pb.Arrays(data=[np.asarray(action, np.int64).tobytes()])
+        return self.send(pb.Request(action=action))
+
+    def send(self, request):
+        self.requests.put(request)
+        return next(self.responses).step
+
+    def close(self):
+        self.requests.put(None)
+        self.channel.close()
+
+
+def arrays(spec, step):
+    return [
+        np.frombuffer(data, DTYPES[a.code, a.bits]).reshape(a.shape)
+        for a, data in zip(spec.arrays, step.data, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("env", [COUNTER, NESTED, "CartPole-v1"])
+def test_a_stream_is_the_environment_itself(env, tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    local = Environment(make(env, 3))
+    rng = np.random.default_rng(1)
+    flags = ["--num_servers", 1, "--envs_per_server", 3, "--address", address]
+    with servers(*flags, env=env) as program:
+        client = Client(address)
+        welcome, step = client.welcome()
+        expected = local.initial(7)
+        assert welcome.num_envs == 3
+        assert welcome.observation_space == str(local.observation_space)
+        assert welcome.action_space == str(local.action_space)
+        assert list(welcome.step.structure.keys) == list(expected)
+        for _ in range(30):
+            # Nested draws its observations from the space, which no seed reaches.
+            for (path, x), y in zip(leaves(expected), arrays(welcome.step, step)):
+                assert (y.dtype, y.shape) == (np.asarray(x).dtype, np.shape(x)), path
+                if env != NESTED or not path.startswith("observation"):
+                    np.testing.assert_array_equal(x, y, err_msg=path)
+            action = rng.integers(0, 2, (3, *local.action_shape))
+            expected, step = local.step(action), client.step(action)
+        client.close()
+        program.wait_for("disconnected after 90 steps")
+
+
+def test_streams_have_environments_of_their_own(counter):
+    clients = [Client(counter) for _ in range(3)]
+    for client in clients:
+        spec = client.welcome()[0].step
+        for i in range(1, 4):
+            observation = arrays(spec, client.step([0, 1]))[0]
+            assert observation[:, 0].tolist() == [i, i]
+    for client in clients:
+        client.close()
+
+
+def refusal(client, call):
+    with pytest.raises(grpc.RpcError) as e:
+        call()
+    client.close()
+    return e.value
+
+
+def test_another_version_of_the_protocol_is_refused_with_both_versions(counter):
+    client = Client(counter, version=99)
+    error = refusal(client, client.welcome)
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "speaks version 99" in error.details() and "version 1" in error.details()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (pb.Request(), "the action has [] bytes, expected [16]: int64 [2]"),
+        (
+            pb.Request(action=pb.Arrays(data=[b"x" * 15])),
+            "has [15] bytes, expected [16]",
+        ),
+        (pb.Request(action=pb.Arrays(data=[b"", b""])), "has [0, 0] bytes"),
+        (
+            pb.Request(action=pb.Arrays(data=[np.array([0, 2]).tobytes()])),
+            "[0, 2] is out of bounds",
+        ),
+        (
+            pb.Request(action=pb.Arrays(data=[b"\xff" * 16])),
+            "[-1, -1] is out of bounds",
+        ),
+    ],
+)
+def test_actions_that_are_none_end_the_stream_and_not_the_server(
+    counter, request_, message
+):
+    client = Client(counter)
+    client.welcome()
+    error = refusal(client, lambda: client.send(request_))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert message in error.details()
+    again = Client(counter)
+    again.welcome()
+    again.close()
+
+
+def test_what_an_environment_raises_ends_its_stream_in_its_own_words(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    flags = ["--num_servers", 1, "--envs_per_server", 1, "--address", address]
+    with servers(*flags, env="tests.faulty_envs:Raises-v0"):
+        for _ in range(2):  # The server lives on.
+            client = Client(address)
+            client.welcome()
+
+            def play(client=client):
+                for _ in range(400):
+                    client.step([0])
+
+            error = refusal(client, play)
+            assert error.code() == grpc.StatusCode.INTERNAL
+            assert "RuntimeError: the ball went through the floor" in error.details()
+            assert "tests/faulty_envs.py" in error.details()
+
+
+def test_garbage_sent_to_the_port_does_no_harm(counter):
+    host, port = counter.split(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):
+        with socket.create_connection((host, int(port))) as s:
+            s.sendall(garbage)
+    client = Client(counter)
+    client.welcome()
+    client.close()
+
+
+def test_health_is_told_by_the_standard_protocol(counter):
+    with grpc.insecure_channel(counter) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for service in ("", polybeast_env.SERVICE):
+            answer = check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def server_processes(program):
+    return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_servers_and_streams(signum, tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with servers("--num_servers", 2, "--address", address) as program:
+        client = Client(f"{address}.0")
+        client.welcome()
+        program.signal(signum)
+        assert program.end() == 128 + signum
+        refusal(client, lambda: client.step([0] * 8))
+
+
+def test_servers_end_with_their_parent(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with servers("--num_servers", 2, "--address", address) as program:
+        program.signal(signal.SIGKILL)
+        assert program.end() == -signal.SIGKILL  # Asserts that no process is left.
+
+
+def test_a_killed_server_is_started_again(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with servers("--num_servers", 1, "--address", address) as program:
+        [pid] = server_processes(program)
+        subprocess.run(["kill", "-9", str(pid)], check=True)
+        program.wait_for("ended (exit code -9), started again")
+        with grpc.insecure_channel(address) as channel:
+            grpc.channel_ready_future(channel).result(60)
+        client = Client(address)
+        client.welcome()
+        client.close()
+
+
+def test_addresses_count_up():
+    assert polybeast_env.addresses("h:50", 3) == ["h:50", "h:51", "h:52"]
+    assert polybeast_env.addresses("[::1]:50", 1) == ["[::1]:50"]
+    assert polybeast_env.addresses("unix:/a", 1) == ["unix:/a"]
+    assert polybeast_env.addresses("unix:/a", 2) == ["unix:/a.0", "unix:/a.1"]
+    for bad in ("", "h", "h:", ":1", "h:x", "h:0", "h:65535", "unix:"):
+        with pytest.raises(BadInput, match="expected"):
+            polybeast_env.addresses(bad, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--env", "CartPoel-v1"], "CartPole-v1"),
+        (["--address", "nonsense"], "--address nonsense: expected HOST:PORT"),
+        (["--num_servers", "0"], "--num_servers"),
+        (["--address", "192.0.2.1:50051"], "cannot serve at 192.0.2.1:50051"),
+    ],
+)
+def test_bad_input_is_one_line(args, message):
+    defaults = [] if "--env" in args else ["--env", "CartPole-v1"]
+    result = run(*defaults, *args, module="polybeast_env")
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_an_address_in_use_is_one_line(counter):
+    result = run("--env", COUNTER, "--num_servers", 1, "--address", counter,
+                 module="polybeast_env")  # fmt: skip
+    assert result.returncode == 2
+    assert f"cannot serve at {counter}" in result.stderr.splitlines()[-1]
+
+
+def test_torchbeast_pb2_is_what_protoc_makes_of_the_protocol(tmp_path):
+    descriptors = tmp_path / "descriptors"
+    command = ["protoc", "-Icsrc", f"-o{descriptors}", "csrc/torchbeast.proto"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    made = descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes())
+    committed = descriptor_pb2.FileDescriptorProto.FromString(
+        pb.DESCRIPTOR.serialized_pb
+    )
+    [made] = made.file
+    for message in made.message_type:
+        for field in message.field:
+            field.ClearField("json_name")  # Which only -o fills in.
+    assert made.SerializeToString() == committed.SerializeToString()
+
+
+def test_environment_servers_need_no_torch():
+    code = "import sys, polybeast_env; print('torch' in sys.modules)"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert out == "False\n"
