@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong test csrc-test fuzz wheel lint format bench clean
+.PHONY: help setup pong test csrc-test proto fuzz wheel lint format bench clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
@@ -46,6 +46,10 @@ csrc-test: setup
 	@for build in $(builds); do \
 		echo "C++ tests, $$build"; build/csrc/$$build/tests --minimal || exit 1; \
 	done
+
+# torchbeast_pb2.py, which is committed: environment servers need no compiler.
+proto: $(VENV)/.system
+	protoc -Icsrc --python_out=. csrc/torchbeast.proto
 
 fuzz: $(VENV)/.system build/csrc/fuzz/fuzz_wire
 	@mkdir -p build/corpus

@@ -12,17 +12,19 @@ from gymnasium import spaces
 from torch import nn
 
 
-def make_encoder(space):
-    """A module that turns observations of the space [N, ...] into [N, out_features]."""
+def make_encoder(space, deep=False):
+    """A module that turns observations of the space [N, ...] into [N, out_features].
+    deep: images by the deep network of the IMPALA paper, not the shallow one."""
     if isinstance(space, spaces.Dict):
-        return NestEncoder(space.spaces)
+        return NestEncoder(space.spaces, deep)
     if isinstance(space, spaces.Tuple):
-        return NestEncoder(dict(enumerate(space.spaces)))
+        return NestEncoder(dict(enumerate(space.spaces)), deep)
     if isinstance(space, spaces.Box):
         if len(space.shape) == 3 and space.dtype == np.uint8:
             channels_last = space.shape[2] < space.shape[0]
             if min(space.shape[:2] if channels_last else space.shape[1:]) >= 20:
-                return ImageEncoder(space.shape, channels_last)
+                layers = deep_layers if deep else shallow_layers
+                return ImageEncoder(space.shape, channels_last, layers)
         scale = 255 if space.dtype == np.uint8 else 1
         return VectorEncoder(math.prod(space.shape), scale)
     if isinstance(space, spaces.MultiBinary):
@@ -44,20 +46,54 @@ def initialize(module, gain=2**0.5):
             nn.init.zeros_(layer.bias)
 
 
-class ImageEncoder(nn.Module):
-    """uint8 [N, C, H, W] (or [N, H, W, C]): the shallow network of the IMPALA paper."""
+def shallow_layers(channels):
+    """IMPALA, figure 3, left."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 8, stride=4),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
 
-    def __init__(self, shape, channels_last=False):
+
+def deep_layers(channels):
+    """IMPALA, figure 3, right: three sections of two residual blocks."""
+    layers = []
+    for width in (16, 32, 32):
+        layers += [
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.MaxPool2d(3, stride=2, padding=1),
+            ResidualBlock(width),
+            ResidualBlock(width),
+        ]
+        channels = width
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
+
+
+class ResidualBlock(nn.Module):
+    """[N, channels, H, W] -> the same shape."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(self, x):
+        return x + self.layers(x)
+
+
+class ImageEncoder(nn.Module):
+    """uint8 [N, C, H, W] (or [N, H, W, C]): the IMPALA paper's convolutions."""
+
+    def __init__(self, shape, channels_last=False, layers=shallow_layers):
         super().__init__()
         self.channels_last = channels_last
-        channels = shape[2] if channels_last else shape[0]
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, 16, 8, stride=4),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 4, stride=2),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
+        self.layers = layers(shape[2] if channels_last else shape[0])
         with torch.no_grad():
             features = self._convolve(torch.zeros(1, *shape)).shape[1]
         self.out_features = 256
@@ -114,10 +150,12 @@ class OneHotEncoder(nn.Module):
 class NestEncoder(nn.Module):
     """A dict or tuple of observations: each encoded, and concatenated."""
 
-    def __init__(self, parts):
+    def __init__(self, parts, deep=False):
         super().__init__()
         self.keys = list(parts)
-        self.encoders = nn.ModuleList([make_encoder(space) for space in parts.values()])
+        self.encoders = nn.ModuleList(
+            [make_encoder(space, deep) for space in parts.values()]
+        )
         self.out_features = sum(e.out_features for e in self.encoders)
 
     def forward(self, x):

@@ -23,7 +23,9 @@ try:
         DynamicBatcher,
         nest,
     )
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "_libtorchbeast":
+        raise
     raise ImportError(
         f"libtorchbeast's C++ part is not built ({error}). In the repository, type "
         "`make setup`; elsewhere install gRPC's C++ files, as README.md says, and type "

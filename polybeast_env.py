@@ -358,6 +358,37 @@ class Server:
             self.process.join()
 
 
+class Servers:
+    """All servers of one program: with Servers() as servers: servers.start(...)."""
+
+    def __init__(self):
+        self._servers = []
+
+    def start(self, flags, addresses):
+        """Returns when all of them serve. BadInput if one cannot."""
+        for address in addresses:
+            self._servers.append(Server(flags, address))
+        for server in self._servers:
+            server.wait_until_ready()
+
+    def restart_ended(self):
+        for server in self._servers:
+            server.restart_if_ended()
+
+    def kill(self):
+        for server in self._servers:
+            server.process.kill()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for server in self._servers:
+            server.stop()
+        for server in self._servers:
+            server.join()
+
+
 def run(flags):
     """Serves until a signal. Returns the exit code."""
     if flags.num_servers is None:
@@ -367,12 +398,8 @@ def run(flags):
     received = []
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, lambda signum, _: received.append(signum))
-    servers = []
-    try:
-        for address in all_addresses:
-            servers.append(Server(flags, address))
-        for server in servers:
-            server.wait_until_ready()
+    with Servers() as servers:
+        servers.start(flags, all_addresses)
         log.info(
             "%s: %d environments for each stream at %s",
             flags.env,
@@ -381,13 +408,7 @@ def run(flags):
         )
         while not received:
             time.sleep(0.2)
-            for server in servers:
-                server.restart_if_ended()
-    finally:
-        for server in servers:
-            server.stop()
-        for server in servers:
-            server.join()
+            servers.restart_ended()
     log.info("stopped by %s", signal.Signals(received[0]).name)
     return 128 + received[0]
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -60,6 +61,8 @@ struct DType {
         return "bfloat" + std::to_string(bits);
       case kBool:
         return "bool";
+      case 5:
+        return "complex" + std::to_string(bits);
       default:
         return "type " + std::to_string(code) + " of " + std::to_string(bits) + " bits";
     }
@@ -214,9 +217,9 @@ inline void copy(const Array& from, const Array& to) noexcept {
 // Memory of at least `bytes`; what it was given out for decides when it comes back.
 using Allocate = std::function<std::shared_ptr<std::byte>(size_t bytes)>;
 
-// Recycles memory: what is given back is given out again for the same size, so that a
-// running queue takes nothing new from the system, and touches no page for the first
-// time. It holds as much as was ever out at once.
+// Recycles memory: what is given back is given out again, so that a running queue takes
+// nothing new from the system, and touches no page for the first time. Sizes are powers
+// of two; of each it holds as much as was ever out at once.
 //
 //   allocate()  any thread; never blocks for long. Throws bad_alloc.
 //
@@ -233,7 +236,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   }
 
   [[nodiscard]] std::shared_ptr<std::byte> allocate(size_t bytes) {
-    const size_t size = (bytes / kAlignment + 1) * kAlignment;
+    if (bytes > std::numeric_limits<size_t>::max() / 4) throw std::bad_alloc();
+    size_t size = kAlignment;
+    while (size < bytes) size *= 2;
     std::byte* buffer = nullptr;
     {
       std::lock_guard<std::mutex> lock(mu_);
@@ -276,10 +281,17 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
       [pool = std::make_shared<BufferPool>()](size_t n) { return pool->allocate(n); };
 }
 
+// Throws bad_alloc, also for sizes beyond all bounds.
 [[nodiscard]] inline Array allocate_array(const Allocate& allocate, DType dtype,
                                           const Dims& shape) {
-  const auto bytes = static_cast<size_t>(shape.product()) * dtype.bytes();
-  return {dtype, shape, contiguous_strides(shape), allocate(bytes)};
+  auto bytes = static_cast<int64_t>(dtype.bytes());
+  bool empty = false;
+  for (int i = 0; i < shape.rank(); ++i) empty = empty || shape[i] == 0;
+  for (int i = 0; i < shape.rank() && !empty; ++i) {
+    if (__builtin_mul_overflow(bytes, shape[i], &bytes)) throw std::bad_alloc();
+  }
+  return {dtype, shape, contiguous_strides(shape),
+          allocate(empty ? 0 : static_cast<size_t>(bytes))};
 }
 
 }  // namespace torchbeast

@@ -49,8 +49,9 @@ struct BatchingOptions {
             "at least minimum_batch_size (" + std::to_string(minimum_batch_size) + ")");
     require(maximum_batch_size <= std::numeric_limits<int32_t>::max(),
             "maximum_batch_size", maximum_batch_size, "less than 2^31");
-    require(timeout_ms.value_or(0) >= 0, "timeout_ms", timeout_ms.value_or(0),
-            "None or at least 0");
+    require(timeout_ms.value_or(0) >= 0 &&
+                timeout_ms.value_or(0) <= std::numeric_limits<int32_t>::max(),
+            "timeout_ms", timeout_ms.value_or(0), "None or 0 to 2^31 - 1");
     require(maximum_queue_size.value_or(1) >= 1, "maximum_queue_size",
             maximum_queue_size.value_or(1), "None or at least 1");
   }
@@ -80,6 +81,17 @@ struct BatchingOptions {
     }
   }
   return nest.leaves[0].shape[batch_dim];
+}
+
+// Copying so many bytes takes longer than giving the GIL away.
+inline constexpr int64_t kLongCopy = 128 * 1024;
+
+[[nodiscard]] inline int64_t num_bytes(const std::vector<Array>& arrays) {
+  int64_t sum = 0;
+  for (const Array& array : arrays) {
+    sum += array.shape.product() * static_cast<int64_t>(array.dtype.bytes());
+  }
+  return sum;
 }
 
 // What the items of one batch have in common: structure, dtypes, and sizes but along
@@ -170,26 +182,28 @@ class BatchingQueue {
     int64_t begin = 0;
     {
       std::unique_lock<std::mutex> lock(mu_);
-      if (options_.check) {
-        if (!spec_.structure) spec_ = RowSpec(item);
-        arrays = spec_.match(item, options_.batch_dim);
-      }
-      while (batch == nullptr) {
+      for (;;) {
         wait(&lock, &not_full_, blocking, std::nullopt,
              [&] { return closed_ || !full(); });
         if (closed_) throw Closed("enqueue to a closed queue");
+        const bool first = !options_.check || !spec_.structure;
+        // With the check, all batches have the very spec of the first item.
+        if (!first) arrays = spec_.match(item, options_.batch_dim);
         if (!batches_.empty() && fits(*batches_.back(), item, rows, &arrays)) {
           batch = batches_.back();
-        } else if (fresh != nullptr) {
+          break;
+        }
+        if (fresh != nullptr && (first || fresh->spec.structure == spec_.structure)) {
           arrays = fresh->spec.match(item, options_.batch_dim);
+          if (first && options_.check) spec_ = fresh->spec;
           batches_.push_back(fresh);
           batch = std::move(fresh);
-        } else {
-          const RowSpec spec = options_.check ? spec_ : RowSpec(item);
-          lock.unlock();
-          fresh = begin_batch(spec);
-          lock.lock();
+          break;
         }
+        const RowSpec spec = first ? RowSpec(item) : spec_;
+        lock.unlock();
+        fresh = begin_batch(spec);
+        lock.lock();
       }
       batch->payloads.push_back(std::move(payload));
       if (batch->payloads.size() == 1) batch->opened = Clock::now();
@@ -247,6 +261,10 @@ class BatchingQueue {
       written_.wait(lock, [&] { return batch->num_writers == 0; });
     }
     Batch result{std::move(batch->arrays), batch->rows, std::move(batch->payloads)};
+    if (blocking != nullptr && result.rows < options_.maximum_batch_size &&
+        options_.batch_dim > 0 && num_bytes(result.arrays.leaves) > kLongCopy) {
+      blocking->begin();
+    }
     for (Array& array : result.arrays.leaves) trim(&array, result.rows);
     return result;
   }
@@ -296,7 +314,14 @@ class BatchingQueue {
     for (const auto& [dtype, row_shape] : spec.leaves) {
       Dims shape = row_shape;
       shape[options_.batch_dim] = options_.maximum_batch_size;
-      batch->arrays.leaves.push_back(allocate_array(allocate_, dtype, shape));
+      try {
+        batch->arrays.leaves.push_back(allocate_array(allocate_, dtype, shape));
+      } catch (const std::bad_alloc&) {
+        throw std::invalid_argument(
+            spec.structure->leaf_name(batch->arrays.leaves.size()) +
+            ": no memory for maximum_batch_size rows: " + dtype.name() + " " +
+            shape.str());
+      }
     }
     return batch;
   }
@@ -312,14 +337,6 @@ class BatchingQueue {
     } catch (const std::invalid_argument&) {
       return false;
     }
-  }
-
-  [[nodiscard]] static int64_t num_bytes(const std::vector<Array>& arrays) {
-    int64_t sum = 0;
-    for (const Array& array : arrays) {
-      sum += array.shape.product() * static_cast<int64_t>(array.dtype.bytes());
-    }
-    return sum;
   }
 
   // mu_ must be held for these.
@@ -353,9 +370,6 @@ class BatchingQueue {
     array->shape[dim] = rows;
     array->strides = contiguous_strides(array->shape);
   }
-
-  // Copying so many bytes takes longer than giving the GIL away.
-  static constexpr int64_t kLongCopy = 128 * 1024;
 
   const BatchingOptions options_;
   const Allocate allocate_;

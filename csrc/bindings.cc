@@ -1,5 +1,6 @@
 // libtorchbeast's Python side: nests, queues and batchers of torch tensors.
 
+#include <cxxabi.h>
 #include <grpcpp/grpcpp.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -45,7 +46,14 @@ void flatten(py::handle object, int depth, Structure* structure,
         throw std::invalid_argument("nests have strings for keys, got " +
                                     std::string(py::repr(key)));
       }
-      structure->keys.push_back(key.cast<std::string>());
+      Py_ssize_t size = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &size);
+      if (text == nullptr) {
+        PyErr_Clear();
+        throw std::invalid_argument("nests have text for keys, got " +
+                                    std::string(py::str(py::repr(key))));
+      }
+      structure->keys.emplace_back(text, static_cast<size_t>(size));
       flatten(child, depth + 1, &structure->children.emplace_back(), leaves);
     }
   } else {
@@ -112,8 +120,7 @@ class WithoutGil final : public Blocking {
   WithoutGil() = default;
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  // May unwind a daemon thread that the interpreter ends.
-  ~WithoutGil() noexcept(false) { end(); }
+  ~WithoutGil() { end(); }
 
   void begin() override {
     if (state_ == nullptr) state_ = PyEval_SaveThread();
@@ -134,7 +141,12 @@ class WithoutGil final : public Blocking {
   void acquire() {
     // There is no GIL to be had any more: the process is about to end.
     while (is_finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
-    PyEval_RestoreThread(std::exchange(state_, nullptr));
+    try {
+      PyEval_RestoreThread(std::exchange(state_, nullptr));
+    } catch (abi::__forced_unwind&) {
+      // The interpreter ended meanwhile, and Python would unwind this thread.
+      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+    }
   }
 
   static bool is_finalizing() {
@@ -294,22 +306,29 @@ Any number of threads may put in and take out. An item is a nest of torch tensor
 NumPy arrays in host memory, of one or more rows along batch_dim; all arrays of an item
 have the same number of rows. It is copied when enqueue() returns. A batch has the items
 that wait, oldest first, as many as fit into maximum_batch_size rows; it never splits an
-item. Its tensors are contiguous and stay valid after the queue is gone.
+item. Its tensors are contiguous and stay valid after the queue is gone. Do not change or
+resize an item while enqueue() has it. OrderedDicts come out as dicts, namedtuples as
+tuples.
 
 Args:
     batch_dim: the dimension along which items are joined.
     minimum_batch_size: rows that a batch waits for. It has fewer if the next item does
         not fit, if timeout_ms have passed since its first item came, or if the queue is
         closed.
-    maximum_batch_size: rows that memory is reserved for.
-    timeout_ms: None waits for minimum_batch_size without end.
+    maximum_batch_size: rows. Memory is reserved for so many; larger items are refused.
+    timeout_ms: milliseconds. None waits for minimum_batch_size without end.
     check_inputs: True refuses an item whose structure, dtypes or other dimensions are not
         those of the first one. False puts it into another batch.
     maximum_queue_size: items that may wait; enqueue() blocks while they do, unless they
         are too few for a batch.
     pin_memory: True gives batches in page-locked memory, for asynchronous copies to a GPU.
 
-Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
+Blocking calls release the GIL; they end on close(), and in the main thread on Ctrl-C.
+
+    queue = BatchingQueue(batch_dim=0, minimum_batch_size=2, maximum_batch_size=2)
+    queue.enqueue({"x": torch.zeros(1, 3)})
+    queue.enqueue({"x": torch.ones(1, 3)})
+    queue.dequeue_many()  # {"x": a tensor [2, 3]}; NumPy's where torch is not installed.)")
       .def(py::init([](int batch_dim, int64_t minimum_batch_size,
                        int64_t maximum_batch_size, std::optional<int64_t> timeout_ms,
                        bool check_inputs, std::optional<int64_t> maximum_queue_size,
@@ -363,11 +382,11 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)")
     for batch in batcher:
         batch.set_outputs(model(batch.get_inputs()))
 
-Inputs and outputs are nests of tensors, as in BatchingQueue, whose arguments these are.
-With check_outputs=True, outputs of another structure, dtype or row shape than the first
-ones are refused.
+Inputs and outputs are nests of tensors, as in BatchingQueue, and so are the arguments;
+inputs unlike the first ones are refused. With check_outputs=True, so are outputs of
+another structure, dtype or row shape than the first ones. pin_memory is about inputs.
 
-Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)");
+Blocking calls release the GIL; they end on close(), and in the main thread on Ctrl-C.)");
   batcher
       .def(py::init([](int batch_dim, int64_t minimum_batch_size,
                        int64_t maximum_batch_size, std::optional<int64_t> timeout_ms,
@@ -407,23 +426,31 @@ Blocking calls release the GIL, and end on close() and on KeyboardInterrupt.)");
 
   py::class_<DynamicBatcher::Batch>(batcher, "Batch", R"(The inputs of some callers.
 
-If it is dropped without set_outputs(), its callers get an AsyncError.)")
+If it is dropped without set_outputs(), its callers get an AsyncError. A variable, the
+loop's for one, and the traceback of an exception keep it: whoever catches an error and
+goes on calls set_error().)")
       .def(
           "get_inputs",
           [](const DynamicBatcher::Batch& self) {
             return to_python(self.get_inputs());
           },
-          "A nest of contiguous tensors: the callers' inputs, one after the other.")
+          "A nest of contiguous tensors: the callers' inputs, one after the other. The "
+          "same\n"
+          "memory each time.")
       .def(
           "set_outputs",
           [](DynamicBatcher::Batch& self, const py::object& outputs) {
             const Nest<Array> arrays = to_arrays(outputs);
-            self.set_outputs(arrays);
+            WithoutGil without_gil;
+            self.set_outputs(arrays, &without_gil);
           },
           py::arg("outputs"),
           "Copies a nest of tensors with as many rows as the inputs, and gives each "
           "caller its\nown. ValueError for another number of rows (the batch stays "
           "open), RuntimeError if\ncalled twice.")
+      .def(
+          "set_error", &DynamicBatcher::Batch::set_error, py::arg("message"),
+          "Its callers get an AsyncError with this message. Nothing if it has outputs.")
       .def("__len__", &DynamicBatcher::Batch::size, "How many rows it has.");
   m.attr("Batch") = batcher.attr("Batch");
 

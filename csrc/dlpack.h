@@ -27,6 +27,10 @@ namespace dlpack {
 // The protocol's binary interface.
 enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3, kRocmHost = 11 };
 
+[[nodiscard]] inline bool is_host(int32_t type) {
+  return type == kCpu || type == kCudaHost || type == kRocmHost;
+}
+
 struct Device {
   int32_t type;
   int32_t id;
@@ -75,6 +79,9 @@ template <typename M>
   auto* managed = static_cast<M*>(PyCapsule_GetPointer(capsule.ptr(), M::kName));
   if (managed == nullptr) throw py::error_already_set();
   const Tensor& tensor = managed->tensor;
+  if (!is_host(tensor.device.type)) {
+    throw std::invalid_argument(leaf() + " is not in host memory");
+  }
   Array array;
   array.dtype = {tensor.dtype.code, tensor.dtype.bits};
   if (tensor.dtype.lanes != 1 || !array.dtype.valid()) {
@@ -83,15 +90,22 @@ template <typename M>
         ", expected bool, an integer, float16, float32, float64 "
         "or bfloat16");
   }
-  if (tensor.ndim > kMaxRank) {
+  if (tensor.ndim < 0 || tensor.ndim > kMaxRank) {
     throw std::invalid_argument(leaf() + " has " + std::to_string(tensor.ndim) +
                                 " dimensions, expected at most " +
                                 std::to_string(kMaxRank));
   }
-  for (int i = 0; i < tensor.ndim; ++i) array.shape.push_back(tensor.shape[i]);
+  for (int i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] < 0)
+      throw std::invalid_argument(leaf() + " has a negative size");
+    array.shape.push_back(tensor.shape[i]);
+  }
   array.strides = contiguous_strides(array.shape);
   if (tensor.strides != nullptr) {
     for (int i = 0; i < tensor.ndim; ++i) array.strides[i] = tensor.strides[i];
+  }
+  if (tensor.data == nullptr && array.shape.product() != 0) {
+    throw std::invalid_argument(leaf() + " has elements, but no memory for them");
   }
   auto* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   if (PyCapsule_SetName(capsule.ptr(), M::kUsedName) != 0)
@@ -113,6 +127,15 @@ struct Torch {
   py::object from_dlpack;
   py::str is_cpu{"is_cpu"};
   py::str requires_grad{"requires_grad"};
+  py::str is_neg{"is_neg"};
+
+  [[nodiscard]] static bool returns_true(const py::object& tensor,
+                                         const py::str& name) {
+    const auto value = py::reinterpret_steal<py::object>(
+        PyObject_CallMethodNoArgs(tensor.ptr(), name.ptr()));
+    if (!value) throw py::error_already_set();
+    return value.ptr() == Py_True;
+  }
 
   // Not isinstance(), which asks the metaclass, in Python.
   [[nodiscard]] bool is_tensor(const py::object& object) const {
@@ -166,6 +189,11 @@ namespace internal {
                                   " requires grad, expected plain data: call .detach() "
                                   "first, or compute it under torch.no_grad()");
     }
+    if (torch->returns_true(object, torch->is_neg)) {
+      throw std::invalid_argument(
+          leaf() +
+          " is a negated view, expected plain data: call .resolve_neg() first");
+    }
     return torch->to_dlpack(object);
   }
   if (!py::hasattr(object, "__dlpack_device__")) {
@@ -174,8 +202,7 @@ namespace internal {
                                 ", expected a torch tensor or a NumPy array");
   }
   const auto type = py::tuple(object.attr("__dlpack_device__")())[0].cast<int32_t>();
-  check_device(type == dlpack::kCpu || type == dlpack::kCudaHost ||
-               type == dlpack::kRocmHost);
+  check_device(dlpack::is_host(type));
   try {
     return object.attr("__dlpack__")();
   } catch (py::error_already_set& e) {
@@ -197,6 +224,10 @@ namespace internal {
       return dlpack::take<dlpack::ManagedVersioned>(capsule, leaf);
     }
     return dlpack::take<dlpack::Managed>(capsule, leaf);
+  } catch (py::cast_error&) {
+    throw std::invalid_argument(leaf() +
+                                " cannot be read: its __dlpack__ is not as the "
+                                "protocol says");
   } catch (py::error_already_set& e) {
     if (!e.matches(PyExc_Exception)) throw;  // KeyboardInterrupt.
     throw std::invalid_argument(leaf() +

@@ -107,6 +107,7 @@ class Ticket {
 //                for outputs of another batch size or, with check = true, of another
 //                structure, dtype or row shape than the first outputs were; the batch
 //                is then still open. Throws runtime_error the second time.
+//   Batch::set_error()    never blocks. Its callers get an AsyncError with the message.
 //   Batch::~Batch()       without outputs, its callers get an AsyncError.
 //
 // Any thread may call any of them; a batch is used by one thread at a time. Join your
@@ -123,8 +124,11 @@ class DynamicBatcher {
     [[nodiscard]] const Nest<Array>& get_inputs() const { return batch_.arrays; }
     [[nodiscard]] int64_t size() const { return batch_.rows; }
 
-    void set_outputs(const Nest<Array>& outputs) {
-      if (answered_) throw std::runtime_error("set_outputs() was called twice");
+    void set_outputs(const Nest<Array>& outputs, Blocking* blocking = nullptr) {
+      const std::unique_lock<std::mutex> lock(mu_, std::try_to_lock);
+      if (!lock || answered_) {
+        throw std::runtime_error("set_outputs() was called twice");
+      }
       const int dim = outputs_->batch_dim;
       const int64_t rows = num_rows(outputs, dim);
       if (rows != batch_.rows) {
@@ -133,13 +137,16 @@ class DynamicBatcher {
                                     ", expected " + std::to_string(batch_.rows) +
                                     ", as many as the inputs");
       }
-      const Nest<Array> checked = outputs_->check_against_first(outputs);
+      const Nest<Array> checked = outputs_->in_order(outputs);
+      if (blocking != nullptr && num_bytes(checked.leaves) > kLongCopy)
+        blocking->begin();
       const Nest<Array> copies = checked.map([this](const Array& array) {
         const Array owned =
             allocate_array(outputs_->allocate, array.dtype, array.shape);
         copy(array, owned);
         return owned;
       });
+      outputs_->are_first(copies);
       answered_ = true;
       int64_t begin = 0;
       for (internal::Ticket& ticket : batch_.payloads) {
@@ -147,6 +154,12 @@ class DynamicBatcher {
         ticket->answer(copies.map(
             [&](const Array& array) { return array.narrow(dim, begin, n); }));
         begin += n;
+      }
+    }
+
+    void set_error(const std::string& message) {
+      for (internal::Ticket& ticket : batch_.payloads) {
+        ticket->fail(std::make_exception_ptr(AsyncError(message)));
       }
     }
 
@@ -158,7 +171,8 @@ class DynamicBatcher {
 
     BatchingQueue<internal::Ticket>::Batch batch_;
     const std::shared_ptr<Outputs> outputs_;
-    bool answered_ = false;
+    std::mutex mu_;          // Held by set_outputs(), so that no two run at a time.
+    bool answered_ = false;  // Guarded by mu_.
   };
 
   explicit DynamicBatcher(const BatchingOptions& options, bool check_outputs = true,
@@ -199,11 +213,16 @@ class DynamicBatcher {
   struct Outputs {
     Outputs(int dim, bool must_check) : batch_dim(dim), check(must_check) {}
 
-    Nest<Array> check_against_first(const Nest<Array>& nest) {
-      if (!check) return nest;
+    // The nest in the order of the first one.
+    Nest<Array> in_order(const Nest<Array>& nest) {
       std::lock_guard<std::mutex> lock(mu);
-      if (!spec.structure) spec = RowSpec(nest);
+      if (!spec.structure) return nest;
       return {spec.structure, spec.match(nest, batch_dim)};
+    }
+
+    void are_first(const Nest<Array>& nest) {
+      std::lock_guard<std::mutex> lock(mu);
+      if (check && !spec.structure) spec = RowSpec(nest);
     }
 
     const int batch_dim;

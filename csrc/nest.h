@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -85,20 +86,23 @@ inline void match(const Structure& expected, const Structure& other,
   if (expected.kind != other.kind && !sequences) differ();
   if (expected.children.size() != other.children.size()) differ();
   if (expected.kind == Kind::kLeaf) order->push_back(begin);
+  std::vector<size_t> offsets;  // Of other's children, in its leaves.
+  for (const Structure& child : other.children) {
+    offsets.push_back(begin);
+    begin += child.num_leaves();
+  }
   for (size_t i = 0; i < expected.children.size(); ++i) {
-    size_t offset = begin;
-    size_t j = 0;
-    if (expected.kind != Kind::kDict) {
-      for (; j < i; ++j) offset += other.children[j].num_leaves();
-    } else {
-      for (; j < other.keys.size() && other.keys[j] != expected.keys[i]; ++j) {
-        offset += other.children[j].num_leaves();
+    size_t j = i;
+    std::string key = std::to_string(i);
+    if (expected.kind == Kind::kDict) {
+      key = expected.keys[i];
+      if (other.keys[i] != key) {  // In another order, or not at all.
+        const auto found = std::find(other.keys.begin(), other.keys.end(), key);
+        if (found == other.keys.end()) differ();
+        j = static_cast<size_t>(found - other.keys.begin());
       }
-      if (j == other.keys.size()) differ();
     }
-    const std::string key =
-        expected.kind == Kind::kDict ? expected.keys[i] : std::to_string(i);
-    match(expected.children[i], other.children[j], path + "/" + key, offset, order);
+    match(expected.children[i], other.children[j], path + "/" + key, offsets[j], order);
   }
 }
 

@@ -3,11 +3,13 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -47,6 +49,9 @@ inline Structure decode_structure(const protocol::Structure& pb, int depth,
   if (!protocol::Structure::Kind_IsValid(pb.kind())) {
     refuse("unknown kind of nest " + std::to_string(pb.kind()));
   }
+  if (std::max(pb.keys_size(), pb.children_size()) > kMaxNodes - *nodes) {
+    refuse("the nest has more than " + std::to_string(kMaxNodes) + " entries");
+  }
   Structure result;
   result.kind = static_cast<Kind>(pb.kind());
   if (result.kind == Kind::kLeaf && pb.children_size() > 0)
@@ -54,11 +59,10 @@ inline Structure decode_structure(const protocol::Structure& pb, int depth,
   if (pb.keys_size() != (result.kind == Kind::kDict ? pb.children_size() : 0)) {
     refuse(std::to_string(pb.keys_size()) + " keys for " + result.describe());
   }
-  for (const std::string& key : pb.keys()) {
-    for (const std::string& other : result.keys) {
-      if (key == other) refuse("the key '" + key + "' comes twice");
-    }
-    result.keys.push_back(key);
+  result.keys.assign(pb.keys().begin(), pb.keys().end());
+  std::unordered_set<std::string> seen;
+  for (const std::string& key : result.keys) {
+    if (!seen.insert(key).second) refuse("the key '" + key + "' comes twice");
   }
   for (const protocol::Structure& child : pb.children()) {
     result.children.push_back(decode_structure(child, depth + 1, nodes));

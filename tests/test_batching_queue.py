@@ -5,6 +5,7 @@ Runs with and without torch: where it is not installed, arrays come out as NumPy
 
 import importlib.util
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -149,9 +150,49 @@ def test_a_batch_has_what_waits_up_to_its_maximum(array):
 
 
 def test_a_time_out_hands_out_fewer_than_the_minimum(array):
-    queue = BatchingQueue(0, minimum_batch_size=3, maximum_batch_size=3, timeout_ms=20)
+    queue = BatchingQueue(0, minimum_batch_size=3, maximum_batch_size=3, timeout_ms=50)
+    begin = time.monotonic()
     queue.enqueue(array(np.zeros(1)))
     assert len(queue.dequeue_many()) == 1
+    assert time.monotonic() - begin > 0.045
+
+
+def test_an_item_too_large_for_memory_is_refused_and_leaves_no_trace():
+    queue = BatchingQueue(0, maximum_batch_size=2**30)
+    huge = np.broadcast_to(np.zeros((1, 1), np.int8), (1, 2**34))
+    with pytest.raises(
+        ValueError, match=r"^the array: no memory for maximum_batch_size"
+    ):
+        queue.enqueue(huge)
+    queue.enqueue(np.ones(1))  # Of another shape and dtype: it is the first.
+    assert queue.dequeue_many().tolist() == [1]
+
+
+class Foreign:
+    """Something else that speaks DLPack, or says so."""
+
+    def __init__(self, capsule, device=(1, 0)):
+        self.capsule, self.device = capsule, device
+
+    def __dlpack__(self, **_):
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+def test_arrays_of_other_libraries_are_taken_and_nonsense_is_refused():
+    assert through(Foreign(np.arange(3).__dlpack__())).tolist() == [0, 1, 2]
+    taken = np.arange(3).__dlpack__()
+    np.from_dlpack(Foreign(taken))
+    for bad, message in [
+        (Foreign(None), "cannot be read"),
+        (Foreign(taken), "cannot be read"),
+        (Foreign(np.arange(3).__dlpack__(), ("a", 1)), "cannot be read"),
+        (Foreign(np.arange(3).__dlpack__(), (2, 0)), "is on"),
+    ]:
+        with pytest.raises(ValueError, match=f"^leaf 'x' {message}"):
+            through({"x": bad})
 
 
 def test_iteration_ends_when_the_queue_is_closed_and_drained(array):
@@ -223,6 +264,7 @@ def test_items_unlike_the_first_are_refused_by_name_and_the_queue_lives_on(array
         ({**item(), "x": np.zeros([1] * 9)}, "leaf 'x' has 9 dimensions, expected at"),
         ((), "at least one array"),
         ({1: array(np.zeros(1))}, "strings for keys, got 1"),
+        ({"\ud800": array(np.zeros(1))}, "text for keys, got"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             queue.enqueue(bad)
@@ -238,7 +280,9 @@ def test_items_unlike_the_first_are_refused_by_name_and_the_queue_lives_on(array
         (lambda: torch.zeros(1, device="meta"), "is on meta, .* call .cpu"),
         (lambda: torch.zeros(1, requires_grad=True), "requires grad, .* call .detach"),
         (lambda: torch.zeros(1, 2).to_sparse(), "cannot be read"),
-        (lambda: torch.zeros(1, dtype=torch.complex64), "has elements of type"),
+        (lambda: torch.zeros(1, dtype=torch.complex64), "has elements of complex64"),
+        (lambda: torch.ones(1, dtype=torch.cfloat).conj().imag, "is a negated view"),
+        (lambda: torch._efficientzerotensor((1,)), "has elements, but no memory"),
     ],
 )
 def test_tensors_that_cannot_be_read_say_what_to_do(make, message):
@@ -264,6 +308,7 @@ def test_without_the_check_other_items_go_into_batches_of_their_own(array):
             r"maximum_batch_size is 2, expected at least minimum_batch_size \(3\)",
         ),
         (dict(batch_dim=0, timeout_ms=-1), "timeout_ms is -1"),
+        (dict(batch_dim=0, timeout_ms=10**13), "timeout_ms is 10000000000000"),
         (dict(batch_dim=0, maximum_queue_size=0), "maximum_queue_size is 0"),
     ],
 )

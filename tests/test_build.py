@@ -121,6 +121,7 @@ def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(source, tmp_path):
         for path in glob.glob(f"/usr/lib/*/lib{name}*.so*")
         if not os.path.islink(path)
     ]
+    assert system
     may_unshare = shell("unshare", "-m", "true").returncode == 0
     unshare = ["unshare", "-m"] if may_unshare else ["unshare", "-rm"]
     tests = tmp_path / "tests"

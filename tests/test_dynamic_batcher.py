@@ -155,6 +155,15 @@ def test_a_model_that_raises_is_an_error_for_its_callers():
             future.result(10)
 
 
+def test_set_error_tells_the_callers_what_went_wrong():
+    batcher = DynamicBatcher(0)
+    with callers(batcher, [rows(1)]) as [future]:
+        batch = next(batcher)
+        batch.set_error("the model is on strike")
+        with pytest.raises(AsyncError, match="the model is on strike"):
+            future.result(10)
+
+
 def test_close_ends_calls_that_wait_and_calls_being_evaluated():
     batcher = DynamicBatcher(0, maximum_batch_size=1)
     with callers(batcher, [rows(1)]) as [evaluated]:

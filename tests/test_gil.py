@@ -112,8 +112,16 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 # What the interrupted call left behind is in no one's way.
-queue.close(discard=True)
+thread = threading.Thread(
+    target=lambda: [b.set_outputs(b.get_inputs()) for b in batcher])
+thread.start()
+batcher.compute(row)
 batcher.close()
+thread.join()
+while queue.size():
+    queue.dequeue_many()
+queue.enqueue(row)
+queue.dequeue_many()
 """)
     assert process.stdout.readline() == "blocking\n"
     process.send_signal(signal.SIGINT)
@@ -137,6 +145,55 @@ print("end")
 """)
     )
     assert (code, out, err) == (0, "end\n", "")
+
+
+@every_call
+def test_daemon_threads_that_close_wakes_at_the_end_do_not_disturb_it(call):
+    setup, block = CALLS[call]
+    for _ in range(3):
+        code, out, err = finish(
+            start(f"""
+def blocked():
+    try:
+        {block}
+    except (libtorchbeast.ClosedBatchingQueue, StopIteration):
+        pass
+
+{setup}
+for _ in range(5):
+    threading.Thread(target=blocked, daemon=True).start()
+time.sleep(0.2)
+queue.close()
+batcher.close()
+print("end")
+""")
+        )
+        assert (code, out, err) == (0, "end\n", "")
+
+
+def test_memory_is_flat_whatever_the_sizes_of_batches():
+    code, out, err = finish(
+        start("""
+def rss_kb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4
+
+def serve():
+    for batch in batcher:
+        batch.set_outputs(np.zeros((len(batch), 4096), np.float32))
+
+thread = threading.Thread(target=serve)
+thread.start()
+batcher.compute(np.zeros(256))
+begin = rss_kb()
+for n in range(1, 257):
+    batcher.compute(np.zeros(n))
+print("grown by kB:", rss_kb() - begin)
+batcher.close()
+thread.join()
+""")
+    )
+    assert code == 0, err
+    assert int(out.split(":")[1]) < 40_000  # The largest outputs have 4 MB.
 
 
 def test_memory_is_flat_over_a_million_items():

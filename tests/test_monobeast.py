@@ -9,6 +9,7 @@ from gymnasium import spaces
 import actors
 import environment
 import experiment
+import learner
 import monobeast
 from environment import leaves, map_structure
 from tests import envs  # noqa: F401 (registers them)
@@ -91,7 +92,7 @@ def test_net_takes_any_space_and_ends_in_logits_and_baseline(
     assert outputs["policy_logits"].dtype == torch.float32
     assert outputs["baseline"].shape == (T + 1, B)
     assert len(core_state) == (2 if use_lstm else 0)
-    optimizer, scheduler = monobeast.create_optimizer(flags, actor.model)
+    optimizer, scheduler = learner.create_optimizer(flags, actor.model)
     stats = monobeast.learn(flags, actor.model, optimizer, scheduler, batch)
     assert all(torch.isfinite(x) for x in stats.values())
 
@@ -242,7 +243,7 @@ def test_learn_ignores_what_stands_at_transitions_that_are_not_real():
 def test_first_updates_are_no_longer_than_later_ones():
     flags = parse("--learning_rate", 0.01, "--epsilon", 1e-8, "--total_steps", 10**9)
     model = torch.nn.Linear(1, 1, bias=False)
-    optimizer, scheduler = monobeast.create_optimizer(flags, model)
+    optimizer, scheduler = learner.create_optimizer(flags, model)
     for _ in range(300):  # The same gradient each time: every step has the same length.
         before = model.weight.item()
         model.weight.grad = torch.tensor([[5.0]])
@@ -253,7 +254,7 @@ def test_first_updates_are_no_longer_than_later_ones():
 
 def test_learning_rate_falls_to_zero_at_the_last_step():
     flags = parse("--total_steps", T * B * 100)
-    optimizer, scheduler = monobeast.create_optimizer(flags, torch.nn.Linear(1, 1))
+    optimizer, scheduler = learner.create_optimizer(flags, torch.nn.Linear(1, 1))
     rates = []
     for _ in range(110):
         optimizer.step()

@@ -6,8 +6,10 @@
 
 #include <cstring>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "array.h"
@@ -62,6 +64,19 @@ struct Interrupting final : Blocking {
     throw Interrupt();
   }
   bool began = false;
+};
+
+// What a thread in Python does: releases something, and is interrupted now and then.
+class Busy final : public Blocking {
+ public:
+  explicit Busy(uint32_t seed) : random_(seed) {}
+  void begin() override { std::this_thread::yield(); }
+  void poll() override {
+    if (random_() % 4 == 0) throw Interrupt();
+  }
+
+ private:
+  std::mt19937 random_;
 };
 
 // The message of the exception that f throws.

@@ -256,6 +256,7 @@ TEST_CASE("stress: every accepted item is accounted for") {
     if (pick(0, 1)) o.timeout_ms = pick(0, 2);
     if (pick(0, 1)) o.maximum_queue_size = pick(1, 20);
     const bool discard = pick(0, 3) == 0;
+    o.check = pick(0, 3) != 0;  // Then items come in two shapes.
     const int num_producers = pick(1, 6);
     const int num_consumers = pick(1, 3);
     const int num_items = pick(1, 2) == 1 ? 100000 : pick(0, 100);
@@ -268,15 +269,27 @@ TEST_CASE("stress: every accepted item is accounted for") {
     for (int p = 0; p < num_producers; ++p) {
       threads.emplace_back([&, p, seed = random()] {
         std::mt19937 mine(seed);
+        Busy busy(seed);
         for (int i = 0; i < num_items; ++i) {
           const int id = p * 1000000 + i;
           const int rows = 1 + static_cast<int>(mine() % 6);
-          Array array = count_up(o.batch_dim == 0 ? Dims{rows, 2} : Dims{2, rows});
-          for (int k = 0; k < 2 * rows; ++k) {
+          const int width = o.check ? 2 : 2 + static_cast<int>(mine() % 2);
+          const Array array =
+              count_up(o.batch_dim == 0 ? Dims{rows, width} : Dims{width, rows});
+          for (int k = 0; k < width * rows; ++k) {
             reinterpret_cast<int32_t*>(array.data.get())[k] = id;
           }
+          // Two leaves, under keys in any order.
+          const bool swapped = mine() % 2 != 0;
+          const auto item =
+              make_nest<Array>(dict(swapped ? std::vector<std::string>{"b", "a"}
+                                            : std::vector<std::string>{"a", "b"},
+                                    {leaf(), leaf()}),
+                               {array, array});
           try {
-            queue.enqueue(single(std::move(array)), id * 8 + rows);
+            queue.enqueue(item, id * 8 + rows, i % 2 ? &busy : nullptr);
+          } catch (const Interrupt&) {
+            continue;
           } catch (const Closed&) {
             return;
           }
@@ -286,10 +299,13 @@ TEST_CASE("stress: every accepted item is accounted for") {
     }
     for (int c = 0; c < num_consumers; ++c) {
       threads.emplace_back([&, c] {
+        Busy busy(static_cast<uint32_t>(c));
         for (;;) {
           Queue::Batch batch;
           try {
-            batch = queue.dequeue_many();
+            batch = queue.dequeue_many(c % 2 ? &busy : nullptr);
+          } catch (const Interrupt&) {
+            continue;
           } catch (const Closed&) {
             return;
           }
@@ -298,9 +314,10 @@ TEST_CASE("stress: every accepted item is accounted for") {
           for (const int payload : batch.payloads) {
             const int rows = payload % 8;
             const int id = payload / 8;
-            for (const int32_t x :
-                 elements(batch.arrays.leaves[0].narrow(o.batch_dim, begin, rows))) {
-              if (x != id) ++wrong;
+            for (const Array& array : batch.arrays.leaves) {
+              for (const int32_t x : elements(array.narrow(o.batch_dim, begin, rows))) {
+                if (x != id) ++wrong;
+              }
             }
             begin += rows;
             received[static_cast<size_t>(c)].push_back(id);
@@ -309,7 +326,7 @@ TEST_CASE("stress: every accepted item is accounted for") {
         }
       });
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(pick(0, 30)));
+    std::this_thread::sleep_for(std::chrono::milliseconds(pick(0, 100)));
     queue.close(discard);
     for (std::thread& thread : threads) thread.join();
 

@@ -121,6 +121,14 @@ TEST_CASE("types, ranks and sizes beyond the limits are refused") {
                  "more than 1073741824 bytes"));
 }
 
+TEST_CASE("a dict of many keys is refused before they are looked at") {
+  protocol::Spec wide;
+  wide.mutable_structure()->set_kind(protocol::Structure::DICT);
+  for (int i = 0; i < 1000000; ++i) wide.mutable_structure()->add_keys("same");
+  CHECK(contains(message<std::invalid_argument>([&] { (void)decode_spec(wide); }),
+                 "more than 1024 entries"));
+}
+
 TEST_CASE("nests too deep or too large are refused") {
   protocol::Spec deep;
   protocol::Structure* pb = deep.mutable_structure();
