@@ -247,6 +247,8 @@ def train(flags):
 
     if flags.video:
         raise BadInput("--video goes with --mode test")
+    if flags.server_addresses is not None and not flags.server_addresses.strip():
+        raise BadInput("--server_addresses is empty, expected HOST:PORT,...")
     flags.seed = experiment.set_seed(flags.seed)
     use_cuda = torch.cuda.is_available() and not flags.disable_cuda
     device = torch.device("cuda" if use_cuda else "cpu")
@@ -322,7 +324,7 @@ def train(flags):
 
 def server_addresses(flags, servers, stack):
     """Those of --server_addresses, or of servers started for this run."""
-    if flags.server_addresses:
+    if flags.server_addresses is not None:
         return [address.strip() for address in flags.server_addresses.split(",")]
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbeast-"))
     first = f"unix:{directory}/server"

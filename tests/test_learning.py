@@ -12,14 +12,16 @@ ABILITIES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["actors", "serial"])
+@pytest.mark.parametrize("mode", ["actors", "serial", "servers"])
 @pytest.mark.parametrize("ability", ABILITIES)
 def test_learns(ability, mode, tmp_path):
     env, args, goal, steps = ABILITIES[ability]
     if mode == "serial":
         args = [*args, "--num_actors", 0]
+    module = "polybeast" if mode == "servers" else "monobeast"
     args = ["--env", env, "--total_steps", steps, "--seed", 1, *args]
-    result = run("--savedir", tmp_path, "--xpid", "x", *args, timeout_s=600)
+    args += ["--savedir", tmp_path, "--xpid", "x"]
+    result = run(*args, module=module, timeout_s=600)
     assert result.returncode == 0, result.stderr
     assert best_tenth(read_logs(tmp_path / "x")) >= goal
 

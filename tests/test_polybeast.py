@@ -1,0 +1,205 @@
+"""PolyBeast: its functions, and the real program with real servers."""
+
+import os
+import signal
+import tempfile
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import environment
+import learner
+import monobeast
+import polybeast
+from environment import map_structure
+from experiment import load_checkpoint
+from tests.programs import Program, children, cmdline, read_logs, run
+from tests.test_polybeast_env import COUNTER, free_port, servers
+
+CARTPOLE = ["--env", "CartPole-v1"]
+SMALL = [*CARTPOLE, "--num_servers", 2, "--envs_per_server", 2]
+
+
+def directories():
+    """The temporary directories of programs that run, or left theirs behind."""
+    return {d for d in os.listdir(tempfile.gettempdir()) if d.startswith("torchbeast-")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A savedir with run "x" of 4,000 steps."""
+    savedir = tmp_path_factory.mktemp("savedir")
+    before = directories()
+    result = run(*SMALL, "--savedir", savedir, "--xpid", "x", "--total_steps", 4000,
+                 module="polybeast")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert directories() == before
+    return savedir
+
+
+def batch_for(env, net, T=5, B=3):
+    """A made-up batch, as learn() takes it."""
+    torch.manual_seed(2)
+    step = map_structure(torch.as_tensor, env.initial(seed=0))
+    batch = map_structure(
+        lambda x: x.new_zeros(T + 1, B, *x.shape[1:]).random_(0, 2), step
+    )
+    batch["observation"] = torch.randn(batch["observation"].shape)
+    batch["policy_logits"] = torch.randn(T, B, 2)
+    batch["action"] = torch.randint(2, (T, B))
+    batch["core_state"] = net.initial_state(B)
+    return batch
+
+
+@pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
+def test_both_variants_compute_the_same_loss_and_gradients(lstm):
+    env = environment.Environment([gymnasium.make("CartPole-v1")])
+    results = []
+    for script in (monobeast, polybeast):
+        flags = script.parser().parse_args([*CARTPOLE, *lstm])
+        torch.manual_seed(1)
+        net = script.create_net(flags, env)
+        optimizer, scheduler = learner.create_optimizer(flags, net)
+        batch = batch_for(env, net)
+        stats = script.learn(flags, net, optimizer, scheduler, batch)
+        gradients = {name: p.grad for name, p in net.named_parameters()}
+        results.append((stats, gradients, net.state_dict()))
+    for one, other in zip(*results):
+        assert list(one) == list(other)
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+
+
+def images():
+    space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    return {"observation_space": space, "num_actions": (6,), "action_shape": ()}
+
+
+def test_the_shallow_network_is_monobeasts():
+    shallow = polybeast.Net(**images(), deep=False).state_dict()
+    expected = monobeast.Net(**images()).state_dict()
+    assert {k: x.shape for k, x in shallow.items()} == {
+        k: x.shape for k, x in expected.items()
+    }
+
+
+def test_the_deep_network_is_the_papers():
+    """IMPALA, figure 3: 15 convolutional layers, then 256 units."""
+    net = polybeast.Net(**images())
+    convolutions = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert [c.out_channels for c in convolutions] == 5 * [16] + 10 * [32]
+    assert (
+        net.encoder.fc.in_features == 32 * 11 * 11 and net.encoder.out_features == 256
+    )
+    step = {
+        "observation": torch.randint(256, (2, 3, 4, 84, 84), dtype=torch.uint8),
+        "reward": torch.zeros(2, 3),
+        "done": torch.zeros(2, 3, dtype=torch.bool),
+        "last_action": torch.zeros(2, 3, dtype=torch.int64),
+    }
+    outputs, _ = net(step)
+    assert outputs["policy_logits"].shape == (2, 3, 6)
+    assert outputs["baseline"].shape == (2, 3)
+
+
+def test_a_run_ends_at_its_last_step_with_logs_and_a_checkpoint(trained):
+    flags = polybeast.parser().parse_args(list(map(str, SMALL)))
+    env = environment.Environment([gymnasium.make("CartPole-v1")])
+    net = polybeast.create_net(flags, env)
+    checkpoint = load_checkpoint(trained / "x" / "model.tar", flags, net)
+    assert checkpoint["step"] == 4000
+    rows = read_logs(trained / "x")
+    assert int(rows[-1]["step"]) == 4000
+    assert all(np.isfinite(float(row["total_loss"])) for row in rows)
+    assert any(int(row["episodes"]) for row in rows)
+    # A rollout is begun with the newest weights, or with some before.
+    assert all(0 <= float(row["policy_lag"]) < 100 for row in rows)
+
+
+@pytest.mark.parametrize("module", ["polybeast", "monobeast"])
+def test_either_script_tests_the_checkpoint(trained, module):
+    result = run(*CARTPOLE, "--mode", "test", "--savedir", trained, "--xpid", "x",
+                 "--num_test_episodes", 2, module=module)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "step 4000" in result.stdout and "2 episodes: mean return" in result.stdout
+
+
+def test_the_same_command_resumes(tmp_path):
+    args = [*SMALL, "--savedir", tmp_path, "--xpid", "x"]
+    for steps in (2000, 4000):
+        result = run(*args, "--total_steps", steps, module="polybeast")
+        assert result.returncode == 0, result.stderr
+    assert "resuming" in result.stderr and "at step 2000" in result.stderr
+    assert [int(row["step"]) for row in read_logs(tmp_path / "x")][-1] == 4000
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_everything(signum, tmp_path):
+    before = directories()
+    args = [*SMALL, "--savedir", tmp_path, "--xpid", "x"]
+    with Program(*args, module="polybeast") as program:
+        program.wait_for("step ")
+        program.signal(signum)
+        assert program.end() == 128 + signum
+    assert (tmp_path / "x" / "model.tar").exists()
+    assert f"stopped by {signum.name}" in program.output
+    assert "Traceback" not in program.output
+    assert directories() == before
+
+
+def test_a_killed_server_is_replaced_and_training_goes_on(tmp_path):
+    args = [*SMALL, "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 200]
+    with Program(*args, module="polybeast") as program:
+        program.wait_for("connected")
+        program.wait_for("step ")
+        pid = [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)][
+            0
+        ]
+        os.kill(pid, signal.SIGKILL)
+        program.wait_for("ended (exit code -9), started again")
+        program.wait_for("connected")
+        before = int(read_logs(tmp_path / "x")[-1]["step"])
+        program.wait_for("step ")
+        program.wait_for("step ")
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
+    assert int(read_logs(tmp_path / "x")[-1]["step"]) > before
+
+
+def test_servers_of_others_are_used_over_tcp(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--num_servers", 1, "--envs_per_server", 4, "--address", address]
+    with servers(*flags, env="CartPole-v1") as program:
+        result = run(*CARTPOLE, "--server_addresses", f"{address}, {address}",
+                     "--total_steps", 4000, "--savedir", tmp_path,
+                     module="polybeast")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert "2 streams" in result.stderr
+        program.wait_for("disconnected after")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--connect_timeout_seconds", 1], 1, "no environment server could be reached"),
+        (["--env", COUNTER], 1, "the observation space differs: the learner has Box"),
+        (["--env", "CartPoel-v1"], 2, "CartPole-v1"),
+        (["--video", "x.mp4"], 2, "--video goes with --mode test"),
+        (["--net", "huge"], 2, "--net"),
+        (["--server_addresses", ""], 2, "--server_addresses"),
+    ],
+)
+def test_what_cannot_work_is_one_line(args, code, message, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--num_servers", 1, "--envs_per_server", 1, "--address", address]
+    if message.startswith("no environment"):
+        flags[-1] = f"127.0.0.1:{free_port()}"
+    with servers(*flags, env="CartPole-v1"):
+        result = run(*CARTPOLE, "--server_addresses", address, "--savedir", tmp_path,
+                     "--connect_timeout_seconds", 3, *args,
+                     module="polybeast")  # fmt: skip
+    assert result.returncode == code, result.stderr
+    assert any(message in line for line in result.stderr.splitlines())
+    assert "Traceback" not in result.stderr
