@@ -10,10 +10,11 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong test csrc-test proto fuzz wheel lint format bench clean
+.PHONY: help setup pong poly test csrc-test proto fuzz wheel lint format bench clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
+	@echo "make poly    the same with PolyBeast"
 	@echo "make test    all tests (ARGS=\"-k name\")"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
@@ -26,6 +27,9 @@ setup: $(VENV)/.dev $(VENV)/.csrc
 
 pong: $(VENV)/.run
 	$(python) -m monobeast --env PongNoFrameskip-v4 $(ARGS)
+
+poly: setup
+	$(python) -m polybeast --env PongNoFrameskip-v4 $(ARGS)
 
 test: lint csrc-test
 	$(python) -m pytest $(ARGS)

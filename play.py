@@ -125,4 +125,8 @@ def command(flags, module):
     for name in ("use_lstm", "full_action_space"):
         if getattr(flags, name):
             words.append(f"--{name}")
+    if not flags.terminal_on_life_loss:
+        words.append("--no-terminal_on_life_loss")
+    if getattr(flags, "net", "deep") != "deep":  # PolyBeast's.
+        words.append(f"--net {flags.net}")
     return " ".join(words)
