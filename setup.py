@@ -49,10 +49,11 @@ def extensions():
         )
         return []
     try:
-        from pybind11.setup_helpers import Pybind11Extension
+        from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
     except ImportError:  # Without build isolation.
         say("torchbeast: the C++ part is not built: missing pybind11 (pip install it).")
         return []
+    ParallelCompile().install()
     build = ROOT / "build" / "proto"
     build.mkdir(parents=True, exist_ok=True)
     subprocess.run(
