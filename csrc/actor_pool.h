@@ -109,7 +109,13 @@ class Rollout {
       }
     }
     for (size_t i = 0; i < arrays.size(); ++i) {
-      copy(arrays[i], outputs_[i].narrow(0, t, 1));
+      const Array place = i < outputs_.size() ? outputs_[i].narrow(0, t, 1) : Array();
+      if (arrays.size() != outputs_.size() || arrays[i].dtype != place.dtype ||
+          arrays[i].shape != place.shape) {
+        throw std::invalid_argument(
+            "inference returned other outputs than for the step before");
+      }
+      copy(arrays[i], place);
     }
   }
 
@@ -429,7 +435,7 @@ class ActorPool {
         inputs.leaves.insert(inputs.leaves.end(), core_state.leaves.begin(),
                              core_state.leaves.end());
         const Nest<Array> result = inference_batcher_->compute(inputs);
-        const Outputs outputs(result, action_spec);
+        const Outputs outputs(result, action_spec, *core_state.structure);
         rollout.write_outputs(t, outputs.structure, outputs.leaves);
         core_state.leaves = outputs.core_state;
 
@@ -455,12 +461,18 @@ class ActorPool {
   // What the agent answered, taken apart. Throws invalid_argument if it is not
   // ({"action": ..., ...}, core_state).
   struct Outputs {
-    Outputs(const Nest<Array>& result, const Nest<ArraySpec>& action_spec) {
+    Outputs(const Nest<Array>& result, const Nest<ArraySpec>& action_spec,
+            const Structure& core_state_structure) {
       const Structure& s = *result.structure;
       if (s.kind == Kind::kLeaf || s.kind == Kind::kDict || s.children.size() != 2 ||
           s.children[0].kind != Kind::kDict) {
         throw std::invalid_argument("inference returned " + s.describe() +
                                     ", expected (dict of outputs, core_state)");
+      }
+      if (!(s.children[1] == core_state_structure)) {
+        throw std::invalid_argument(
+            "inference returned core_state as " + s.children[1].describe() +
+            ", expected " + core_state_structure.describe() + ", like initial_state");
       }
       structure = s.children[0];
       const auto n = static_cast<std::ptrdiff_t>(structure.num_leaves());

@@ -199,6 +199,12 @@ auto next(F dequeue) {
   }
 }
 
+// What a server said may be any bytes.
+py::str decode(const std::string& text) {
+  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
+      text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 py::object dequeue_many(Queue* queue) {
   WithoutGil without_gil;
   const Queue::Batch batch = queue->dequeue_many(&without_gil);
@@ -503,8 +509,13 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
       .def(
           "run",
           [](ActorPool& self) {
-            WithoutGil without_gil;
-            self.run(&without_gil);
+            try {
+              WithoutGil without_gil;
+              self.run(&without_gil);
+            } catch (const std::runtime_error& e) {
+              PyErr_SetObject(PyExc_RuntimeError, decode(e.what()).ptr());
+              throw py::error_already_set();
+            }
           },
           "Blocks until stop(). RuntimeError, with what each server said, if none "
           "could be\n"
@@ -526,7 +537,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                            py::arg("num_envs") = s.num_envs, py::arg("steps") = s.steps,
                            py::arg("rollouts") = s.rollouts,
                            py::arg("reconnects") = s.reconnects,
-                           py::arg("last_error") = s.last_error));
+                           py::arg("last_error") = decode(s.last_error)));
             }
             return result;
           },

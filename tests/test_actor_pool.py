@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -260,19 +261,62 @@ def test_stop_ends_actors_whatever_they_wait_for():
             pass
 
 
-def test_an_answer_that_is_none_is_in_the_status():
+ACTION = torch.ones(1, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"action": ACTION}, "a dict .* expected .dict of outputs, core_state"),
+        (({"act": ACTION}, (ACTION,)), "expected 'action' among them"),
+        (
+            ({"action": ACTION.float()}, (ACTION,)),
+            "the action as float32 .*, expected int",
+        ),
+        (
+            ({"action": ACTION[..., None]}, (ACTION,)),
+            r"int64 \[1, 2, 1\], expected int64",
+        ),
+        (({"action": ACTION}, ()), "core_state as a tuple of 0, expected a tuple of 1"),
+        (({"action": ACTION}, (ACTION,)), "leaf '1/0' is int64 .* expected float32"),
+        (({"action": 7 * ACTION}, (torch.zeros(1, 2, 2),)), "is out of bounds"),
+    ],
+)
+def test_an_answer_that_is_none_is_in_the_status(outputs, message):
     with server(2) as (address, _):
         learner = Learner([address])
 
         def answer():
             for batch in learner.batcher:
-                batch.set_outputs({"action": torch.ones(1, len(batch))})
+                batch.set_outputs(outputs)
 
         learner.threads[1] = threading.Thread(target=answer)
         with learner:
             learner.wait_for(lambda: learner.status()[address]["last_error"])
             error = learner.status()[address]["last_error"]
-        assert "expected (dict of outputs, core_state)" in error
+        assert re.search(message, error), error
+
+
+def test_outputs_that_change_on_the_way_are_refused():
+    """Without check_outputs the batcher lets them pass."""
+    with server(1) as (address, _):
+        learner = Learner([address])
+        learner.batcher = DynamicBatcher(1, check_outputs=False)
+        learner.pool = ActorPool(
+            T, learner.queue, learner.batcher, [address], (torch.zeros(1, 1, 2),)
+        )
+
+        def answer():
+            action = torch.ones(1, 1, dtype=torch.int64)
+            for n, batch in enumerate(learner.batcher):
+                outputs = {"action": action, "extra": torch.zeros(1, 1, 2 + n % 2)}
+                batch.set_outputs((outputs, batch.get_inputs()[1]))
+
+        learner.threads[1] = threading.Thread(target=answer)
+        with learner:
+            learner.wait_for(lambda: learner.status()[address]["last_error"])
+            error = learner.status()[address]["last_error"]
+        assert "other outputs than for the step before" in error
 
 
 @pytest.mark.parametrize(
