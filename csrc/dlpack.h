@@ -127,15 +127,6 @@ struct Torch {
   py::object from_dlpack;
   py::str is_cpu{"is_cpu"};
   py::str requires_grad{"requires_grad"};
-  py::str is_neg{"is_neg"};
-
-  [[nodiscard]] static bool returns_true(const py::object& tensor,
-                                         const py::str& name) {
-    const auto value = py::reinterpret_steal<py::object>(
-        PyObject_CallMethodNoArgs(tensor.ptr(), name.ptr()));
-    if (!value) throw py::error_already_set();
-    return value.ptr() == Py_True;
-  }
 
   // Not isinstance(), which asks the metaclass, in Python.
   [[nodiscard]] bool is_tensor(const py::object& object) const {
@@ -189,11 +180,6 @@ namespace internal {
                                   " requires grad, expected plain data: call .detach() "
                                   "first, or compute it under torch.no_grad()");
     }
-    if (torch->returns_true(object, torch->is_neg)) {
-      throw std::invalid_argument(
-          leaf() +
-          " is a negated view, expected plain data: call .resolve_neg() first");
-    }
     return torch->to_dlpack(object);
   }
   if (!py::hasattr(object, "__dlpack_device__")) {
@@ -223,7 +209,16 @@ namespace internal {
     if (PyCapsule_IsValid(capsule.ptr(), dlpack::ManagedVersioned::kName) != 0) {
       return dlpack::take<dlpack::ManagedVersioned>(capsule, leaf);
     }
-    return dlpack::take<dlpack::Managed>(capsule, leaf);
+    const Array array = dlpack::take<dlpack::Managed>(capsule, leaf);
+    // The imaginary part of a conjugate: every other element, and its sign is a bit
+    // that DLPack does not know. (Asked of few, as is_neg() gives the GIL away.)
+    if (array.strides != contiguous_strides(array.shape) && Torch::get() != nullptr &&
+        Torch::get()->is_tensor(object) && object.attr("is_neg")().ptr() == Py_True) {
+      throw std::invalid_argument(
+          leaf() +
+          " is a negated view, expected plain data: call .resolve_neg() first");
+    }
+    return array;
   } catch (py::cast_error&) {
     throw std::invalid_argument(leaf() +
                                 " cannot be read: its __dlpack__ is not as the "

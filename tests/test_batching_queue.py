@@ -281,7 +281,7 @@ def test_items_unlike_the_first_are_refused_by_name_and_the_queue_lives_on(array
         (lambda: torch.zeros(1, requires_grad=True), "requires grad, .* call .detach"),
         (lambda: torch.zeros(1, 2).to_sparse(), "cannot be read"),
         (lambda: torch.zeros(1, dtype=torch.complex64), "has elements of complex64"),
-        (lambda: torch.ones(1, dtype=torch.cfloat).conj().imag, "is a negated view"),
+        (lambda: torch.ones(2, dtype=torch.cfloat).conj().imag, "is a negated view"),
         (lambda: torch._efficientzerotensor((1,)), "has elements, but no memory"),
     ],
 )
