@@ -122,8 +122,13 @@ def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(source, tmp_path):
         if not os.path.islink(path)
     ]
     assert system
-    may_unshare = shell("unshare", "-m", "true").returncode == 0
-    unshare = ["unshare", "-m"] if may_unshare else ["unshare", "-rm"]
+    # Where no namespace of its own can be had, what is loaded is still looked at.
+    test_mount = ["mount", "--bind", "/dev/null", system[0]]
+    for unshare in (["unshare", "-m"], ["unshare", "-rm"], []):
+        if unshare and shell(*unshare, *test_mount).returncode == 0:
+            break
+    else:
+        system = []
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "conftest.py").write_text(CONFTEST.format(hidden=system))
