@@ -8,8 +8,8 @@ DynamicBatcher  many threads compute(), one evaluates a batch: what acts
 ActorPool       steps environment servers, and puts their rollouts into a queue
 
 Tensors cross by DLPack, so this is built for no particular PyTorch; where there is
-none, NumPy arrays come out. help(libtorchbeast.BatchingQueue) says what
-blocks, and what ends it.
+none, NumPy arrays come out. help(libtorchbeast.BatchingQueue) says what blocks, and
+what ends it.
 """
 
 try:

@@ -243,8 +243,10 @@ def train(flags):
 
     BadInput, before anything is started.
     """
-    from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
-
+    try:  # Not at the top: testing needs no C++.
+        from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+    except ImportError as e:
+        raise BadInput(str(e)) from e
     if flags.video:
         raise BadInput("--video goes with --mode test")
     if flags.server_addresses is not None and not flags.server_addresses.strip():

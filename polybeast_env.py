@@ -421,6 +421,8 @@ def main(argv=None):
         return run(flags)
     except BadInput as e:
         p.error(str(e))
+    except KeyboardInterrupt:  # Before run() deals with signals.
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

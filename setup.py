@@ -44,8 +44,8 @@ def extensions():
     if lacking:
         say(
             "torchbeast: the C++ part is not built, so there is MonoBeast but no "
-            f"PolyBeast: missing {', '.join(lacking)} (README.md, Installing, says how "
-            "to get them)."
+            f"PolyBeast: missing {', '.join(lacking)} (README.md, The C++ core, says "
+            "how to get them)."
         )
         return []
     try:

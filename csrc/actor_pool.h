@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -37,18 +38,6 @@ struct NoPayload {};
 using LearnerQueue = BatchingQueue<NoPayload>;
 
 namespace internal {
-
-inline std::runtime_error mismatch(const std::string& what, const std::string& learner,
-                                   const std::string& server) {
-  return std::runtime_error(what + " differs: the learner has " + learner +
-                            ", the server " + server);
-}
-
-// A nest's children, as a structure of their own.
-inline Structure joined(Kind kind, std::vector<std::string> keys,
-                        std::vector<Structure> children) {
-  return {kind, std::move(keys), std::move(children)};
-}
 
 // The same elements as one step of time: [1, ...].
 inline Array as_one_step(const Array& array) {
@@ -160,9 +149,9 @@ class Rollout {
 //
 //   run()     blocks until stop(). Throws runtime_error, with what each server said, if
 //             none could be reached within connect_timeout_s.
-//   stop()    any thread, any time. Ends the streams. Actors that wait for the batcher
-//   or
-//             the queue end when these are served or closed: close them, too.
+//   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
+//             that wait for the batcher or the queue end when these are served or
+//             closed: close them, too.
 //   add(), remove(), status()   any thread, any time; never block for long.
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
@@ -233,8 +222,7 @@ class ActorPool {
               (actor.status.last_error.empty() ? "no answer" : actor.status.last_error);
         }
         throw std::runtime_error("no environment server could be reached within " +
-                                 std::to_string(options_.connect_timeout_s) + " s" +
-                                 errors);
+                                 seconds(options_.connect_timeout_s) + " s" + errors);
       }
       wait(&lock, &changed_, blocking, std::nullopt, [&] { return stopping_; });
     } catch (...) {
@@ -313,6 +301,12 @@ class ActorPool {
   }
   [[nodiscard]] bool ends(const Actor& actor) const {
     return stopping_ || actor.removed;
+  }
+
+  [[nodiscard]] static std::string seconds(double s) {
+    std::ostringstream text;
+    text << s;  // Without needless digits.
+    return text.str();
   }
 
   void join() {
@@ -422,7 +416,7 @@ class ActorPool {
     Nest<Array> step = decode();
     Nest<Array> core_state = for_each_environment(initial_state_, num_envs);
     const auto input_structure = std::make_shared<const Structure>(
-        internal::joined(Kind::kTuple, {}, {*step.structure, *core_state.structure}));
+        Structure{Kind::kTuple, {}, {*step.structure, *core_state.structure}});
     Rollout rollout(options_.unroll_length, spec);
     rollout.write_step(0, step.leaves);
     for (;;) {
@@ -536,7 +530,9 @@ class ActorPool {
   void check(const protocol::Welcome& welcome) const {
     const auto compare = [](const std::string& what, const std::string& learner,
                             const std::string& server) {
-      if (learner != server) throw internal::mismatch(what, learner, server);
+      if (learner == server) return;
+      throw std::runtime_error(what + " differs: the learner has " + learner +
+                               ", the server " + server);
     };
     compare("the protocol's version", std::to_string(kProtocolVersion),
             std::to_string(welcome.version()));

@@ -135,10 +135,9 @@ struct RowSpec {
 // straight into its place in the batch to come.
 //
 //   enqueue()       blocks while the queue is full: maximum_queue_size items wait, and
-//   a
-//                   batch among them is ready. Returns when the item is copied. Throws
-//                   Closed, and invalid_argument for an item that cannot be batched
-//                   with the first one; in both cases the item has not gone in.
+//                   a batch among them is ready. Returns when the item is copied.
+//                   Throws Closed, and invalid_argument for an item that cannot be
+//                   batched with the first one; in both cases it has not gone in.
 //   dequeue_many()  blocks until a batch is ready: minimum_batch_size rows, or fewer if
 //                   the next item does not fit, or if timeout_ms have passed since the
 //                   first came, or if the queue is closed. Throws Closed if it is
@@ -148,8 +147,8 @@ struct RowSpec {
 //   size()          items that wait, those being copied included.
 //
 // With check = false, items that cannot be batched together go into batches of their
-// own. No callback, no payload's destructor and no allocation runs under the lock. Join
-// your threads before destroying it; batches may outlive it.
+// own. No callback, no payload's destructor and no allocation of arrays runs under the
+// lock. Join your threads before destroying it; batches may outlive it.
 template <typename Payload>
 class BatchingQueue {
  public:
@@ -375,14 +374,13 @@ class BatchingQueue {
   const Allocate allocate_;
 
   mutable std::mutex mu_;
-  std::condition_variable ready_;     // A batch may be ready, or closed_.
-  std::condition_variable not_full_;  // size_ shrank, or closed_.
-  std::condition_variable written_;   // A taken batch has no more writers.
-  std::deque<std::shared_ptr<Filling>>
-      batches_;          // Guarded by mu_. Only the last grows.
-  int64_t size_ = 0;     // Guarded by mu_.
-  bool closed_ = false;  // Guarded by mu_.
-  RowSpec spec_;         // Guarded by mu_. Of the first item.
+  std::condition_variable ready_;                 // A batch may be ready, or closed_.
+  std::condition_variable not_full_;              // size_ shrank, or closed_.
+  std::condition_variable written_;               // A taken batch has no more writers.
+  std::deque<std::shared_ptr<Filling>> batches_;  // Guarded by mu_. The last grows.
+  int64_t size_ = 0;                              // Guarded by mu_.
+  bool closed_ = false;                           // Guarded by mu_.
+  RowSpec spec_;                                  // Guarded by mu_. Of the first item.
 };
 
 }  // namespace torchbeast

@@ -102,8 +102,7 @@ class Ticket {
 //
 //   Batch::get_inputs()   never blocks; the inputs of its callers, one after the other.
 //   Batch::set_outputs()  never blocks. Copies the outputs, whose memory may be used
-//   for
-//                something else at once, and wakes the callers. Throws invalid_argument
+//                for something else, and wakes the callers. Throws invalid_argument
 //                for outputs of another batch size or, with check = true, of another
 //                structure, dtype or row shape than the first outputs were; the batch
 //                is then still open. Throws runtime_error the second time.

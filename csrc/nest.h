@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -46,7 +45,7 @@ struct Structure {
     return "leaf '" + path(i).substr(1) + "'";
   }
 
-  // "(2 entries)", "{a, b}" or "a leaf".
+  // "a tuple of 2", "a dict with the keys {'a', 'b'}", "a leaf".
   [[nodiscard]] std::string describe() const {
     if (kind == Kind::kLeaf) return "a leaf";
     const std::string n = std::to_string(children.size());

@@ -261,6 +261,15 @@ def test_stop_ends_actors_whatever_they_wait_for():
             pass
 
 
+def test_stop_ends_actors_of_a_server_that_does_not_answer():
+    with server(env="tests.faulty_envs:Stuck-v0") as (address, program):
+        with Learner([address]) as learner:
+            learner.drain()
+            program.wait_for("sleeps for an hour")
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+
+
 ACTION = torch.ones(1, 2, dtype=torch.int64)
 
 

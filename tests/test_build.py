@@ -77,6 +77,10 @@ def test_without_what_the_cpp_part_needs_the_rest_is_installed(
         return shell(sys.executable, "-S", "-c", code, env=env, cwd=tmp_path)
 
     assert python("import monobeast").returncode == 0
+    argv = ["--env", "CartPole-v1", "--savedir", str(tmp_path)]
+    result = python(f"import polybeast; polybeast.main({argv})")
+    assert result.returncode == 2 and "type `make setup`" in result.stdout
+    assert result.stdout.count("\n") == 1
     result = python("import libtorchbeast")
     assert result.returncode == 1
     assert "ImportError: libtorchbeast's C++ part is not built" in result.stdout
