@@ -71,8 +71,8 @@ wheel: $(VENV)/.dev $(VENV)/.system
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(python) -m auditwheel repair \
 		--wheel-dir dist build/wheels/*.whl
 
-bench: $(VENV)/.run
-	$(python) benchmarks/monobeast.py $(ARGS)
+bench: setup
+	$(python) benchmarks/throughput.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.so *.egg-info .pytest_cache .ruff_cache .hypothesis

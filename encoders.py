@@ -3,6 +3,7 @@
 To treat a kind of observation otherwise, edit make_encoder().
 """
 
+import contextlib
 import math
 
 import numpy as np
@@ -35,6 +36,13 @@ def make_encoder(space, deep=False):
         start = torch.as_tensor(space.start.ravel())
         return OneHotEncoder([int(n) for n in space.nvec.ravel()], start)
     raise ValueError(f"Net has no encoder for observation space {space}")
+
+
+def autocast(bfloat16, device):
+    """A context in which arithmetic is bfloat16, if so. Weights stay float32."""
+    if not bfloat16:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 def initialize(module, gain=2**0.5):

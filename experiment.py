@@ -22,6 +22,7 @@ import os
 import pathlib
 import platform
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -56,6 +57,13 @@ COLUMNS = {
     "learned by, mean",
     "learning_rate": "at the line's last update",
     "grad_norm": "before clipping, mean",
+    "environment_wait": "share of a stream's time (PolyBeast): servers step, and the "
+    "network between",
+    "inference_queue": "the same: no inference thread was free",
+    "inference": "the same: the network was evaluated",
+    "rollout_queue": "the same: the learner was behind",
+    "learner_wait": "share of the learner's time: it waited for rollouts",
+    "update": "the same: it learned",
     "rss_mb": "resident memory of the learner process, MiB",
 }
 
@@ -91,10 +99,16 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--unroll_length", type=number(int, 1), default=20, metavar="T",
                    help="steps in a rollout (default: %(default)s)")
     g.add_argument("--num_learner_threads", "--num_threads", type=number(int, 1),
-                   default=1, metavar="N",
-                   help="one assembles a batch while another updates "
-                   "(default: %(default)s)")
+                   metavar="N", help="one assembles a batch, and has it on the GPU, "
+                   "while another updates (default: 2 with a GPU, else 1)")
+    g.add_argument("--learner_device", metavar="DEVICE",
+                   help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    g.add_argument("--precision", default="float32", choices=("float32", "bfloat16"),
+                   help="of the encoder's arithmetic; the rest is always float32 "
+                   "(default: %(default)s)")
+    g.add_argument("--compile", action="store_true",
+                   help="compile the learner's network: slower to start")
 
     g = p.add_argument_group("loss")
     g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",
@@ -132,6 +146,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def set_defaults(flags):
+    """Fills in the shared flags whose defaults depend on the machine."""
+    if flags.learner_device is None:
+        flags.learner_device = "cuda" if torch.cuda.is_available() else "cpu"
+    if flags.num_learner_threads is None:
+        flags.num_learner_threads = 1 if flags.learner_device == "cpu" else 2
+
+
+def get_device(flags, flag):
+    """The torch.device that a flag names. BadInput if it cannot be used."""
+    name = getattr(flags, flag)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise BadInput(f"--{flag} {name}: expected cpu, cuda or cuda:N")
+    device = torch.device(name)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:  # Without CUDA: AssertionError.
+        raise BadInput(f"--{flag} {name}: {str(e).splitlines()[0]}") from e
+    return device
+
+
 # The run.
 
 
@@ -158,6 +193,7 @@ class Run:
         self.seconds = 0.0  # Of the sessions before this one.
         self.returns = deque(maxlen=100)
         self.frames_per_step = frames_per_step
+        self.stage_seconds = dict  # Called for seconds so far, by stage: see STAGES.
         self.display = self._csv = self._tensorboard = None
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
@@ -202,6 +238,8 @@ class Run:
 
         self._started = self._saved_at = self._row_at = time.monotonic()
         self._row_step = self.step
+        self._row_stages = self.stage_seconds()
+        self._processor_seconds = processor_seconds()
         self._sums = {}
         with self.disk_errors():
             self._write_meta()
@@ -221,6 +259,13 @@ class Run:
             sessions = [*earlier.pop("earlier_sessions", []), earlier]
         data = dict(meta(self.flags), first_step=self.step, earlier_sessions=sessions)
         write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
+
+    def busy_cores(self):
+        """Of this machine, by this process and by those children that have ended, on
+        average since start()."""
+        return (processor_seconds() - self._processor_seconds) / (
+            time.monotonic() - self._started
+        )
 
     @property
     def elapsed(self):
@@ -274,7 +319,10 @@ class Run:
             learning_rate=self.learning_rate,
             rss_mb=round(rss_mb(), 1),
         )
-        self._sums, self._row_at, self._row_step = {}, now, self.step
+        stages = self.stage_seconds()
+        row.update(stage_shares(stages, self._row_stages))
+        self._sums, self._row_stages = {}, stages
+        self._row_at, self._row_step = now, self.step
         with self.disk_errors():
             self._writer.writerow(row)
             for name, x in row.items():
@@ -327,6 +375,27 @@ class Run:
                     file.close()
                 except OSError as e:
                     log.error("%s: %s", self.path, e.strerror)
+
+
+STAGES = (  # Those of a stream; those of the learner.
+    ("environment_wait", "inference_queue", "inference", "rollout_queue"),
+    ("learner_wait", "update"),
+)
+
+
+def stage_shares(seconds, before=None):
+    """Of the time between two calls of Run.stage_seconds, each stage's share."""
+    shares = {}
+    for group in STAGES:
+        spent = {
+            name: seconds[name] - (before or {}).get(name, 0)
+            for name in group
+            if name in seconds
+        }
+        total = sum(spent.values())
+        if total > 0:
+            shares.update({name: round(s / total, 3) for name, s in spent.items()})
+    return shares
 
 
 def run_path(flags) -> pathlib.Path:
@@ -497,6 +566,12 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor_seconds() -> float:
+    """Of this process and its children that have ended."""
+    times = os.times()
+    return sum(times[:4])
 
 
 def rss_mb() -> float:

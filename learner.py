@@ -2,12 +2,15 @@
 log, save.
 """
 
+import contextlib
 import math
+import time
 
 import torch
 import torch.nn.functional as F
 
 from command_line import log
+from environment import map_structure
 from experiment import Stop
 
 
@@ -16,13 +19,42 @@ def choose_action(policy_logits, greedy=False):
     if not torch.isfinite(policy_logits).all():
         raise ValueError(
             "policy_logits are not finite: the network was given an observation or a "
-            "reward that is NaN or infinite"
+            "reward that is NaN or infinite, or its weights are"
         )
     if greedy:
         return policy_logits.argmax(-1)
     probabilities = F.softmax(policy_logits, dim=-1)
     flat = torch.multinomial(probabilities.flatten(0, -2), 1)
     return flat.view(policy_logits.shape[:-1])
+
+
+def to_device(nest, device):
+    """Its tensors on the device: there, not only on their way."""
+    if device.type == "cpu":
+        return nest
+    # A stream of its own: behind the kernels of an update copies would wait for it.
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        nest = map_structure(lambda x: x.to(device, non_blocking=True), nest)
+    stream.synchronize()
+    # Whoever uses them, their memory is not to be reused before that is done.
+    map_structure(lambda x: x.record_stream(torch.cuda.default_stream(device)), nest)
+    return nest
+
+
+def own_stream(device):
+    """A context: the calling thread's kernels do not queue behind other threads'."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def to_host(nest, device):
+    """Its tensors in host memory. Waits for a GPU once, not for each of them."""
+    nest = map_structure(lambda x: x.to("cpu", non_blocking=True), nest)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return nest
 
 
 def steps_per_update(flags):
@@ -49,6 +81,26 @@ def create_optimizer(flags, model):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+SLICE_STEPS = 64
+
+
+def slices(flags, batch):
+    """A batch [T + 1, B, ...] in parts along B: (part, its weight in the batch's loss).
+
+    On a CPU each has about SLICE_STEPS steps, whose activations stay in the cache and
+    take a fraction of the memory. On a GPU there is one.
+    """
+    T, B = batch["action"].shape[:2]
+    size = B if batch["action"].is_cuda else max(1, SLICE_STEPS // (T + 1))
+    num_real = (~batch["done"][1:]).sum().clamp(min=1)  # Transitions; see vtrace.py.
+    for i in range(0, B, size):
+        part = map_structure(lambda x, i=i: x[:, i : i + size], batch)
+        weight = 1
+        if flags.loss_reduction == "mean":
+            weight = (~part["done"][1:]).sum() / num_real
+        yield part, weight
+
+
 def ended_episodes(batch):
     """The episodes that ended in a batch [T + 1, B, ...], as Run.update takes them."""
     end = batch["episode_end"][1:]  # Step 0 was counted with the rollout before.
@@ -62,11 +114,47 @@ def ended_episodes(batch):
     }
 
 
+class PublishedWeights:
+    """A network's weights on a device, for threads of this process: one publishes, any
+    number fetch. Published weights do not change: new ones take their place."""
+
+    def __init__(self, model, device):
+        self.device = device
+        self.publish(model, 0)
+
+    @torch.no_grad()
+    def publish(self, model, version):
+        weights = {
+            name: x.detach().to(self.device, copy=True)
+            for name, x in model.state_dict().items()
+        }
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.current_stream(self.device).record_event()
+        self._published = version, weights, copied
+
+    @torch.no_grad()
+    def fetch(self, model, have=None):
+        """Loads the newest weights, unless they are version `have`. Returns theirs."""
+        version, weights, copied = self._published
+        if version != have:
+            if copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(copied)
+                for x in weights.values():
+                    x.record_stream(stream)
+            model.load_state_dict(weights)
+        return version
+
+
 class Learner:
     """What an update touches: model, optimizer, published weights, counters, logs.
 
     learn: the script's function, learn(flags, model, optimizer, scheduler, batch) ->
     statistics. weights: anything with publish(model, version).
+
+    An update's statistics are read after the next one has been launched, so that a GPU
+    need not wait for Python: logs and counters are one update late there.
     """
 
     def __init__(self, flags, run, model, weights, device, learn):
@@ -76,8 +164,14 @@ class Learner:
         self.device = device
         # channels_last: twice as fast to train on a CPU.
         self.model = model.to(device, memory_format=torch.channels_last)
+        if flags.compile:
+            self.model.compile()
         self.optimizer, self.scheduler = create_optimizer(flags, self.model)
-        self.weights = weights
+        self.weights = weights  # Of version `updates`.
+        self.updates = run.updates
+        self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}
+        self._idle_since = None
+        self._unread = None
 
     def update(self, batch, episodes, versions):
         """Learns from a batch. One thread at a time.
@@ -85,24 +179,47 @@ class Learner:
         episodes: what Run.update takes; versions: of the weights its rollouts were
         begun with.
         """
-        run = self.run
+        start = time.monotonic()
+        if self._idle_since is not None:
+            self.stage_seconds["learner_wait"] += start - self._idle_since
         learning_rate = self.optimizer.param_groups[0]["lr"]
         stats = self.learn(
             self.flags, self.model, self.optimizer, self.scheduler, batch
         )
-        stats = {name: x.item() for name, x in stats.items()}  # GPU sync point.
-        run.update(
+        names, values = list(stats), torch.stack(list(stats.values()))
+        values = values.to("cpu", non_blocking=True)
+        read = None
+        if self.device.type == "cuda":
+            read = torch.cuda.current_stream(self.device).record_event()
+        counts = dict(
             num_steps=steps_per_update(self.flags),
-            losses=stats,
             episodes=episodes,
-            policy_lag=run.updates - sum(versions) / len(versions),
+            policy_lag=self.updates - sum(versions) / len(versions),
             learning_rate=learning_rate,
         )
-        self.weights.publish(self.model, run.updates)
-        if run.save_is_due():
+        self.updates += 1
+        self.flush()
+        self._unread = names, values, read, counts
+        if read is None:
+            self.flush()
+        self.weights.publish(self.model, self.updates)
+        self._idle_since = time.monotonic()
+        self.stage_seconds["update"] += self._idle_since - start
+        if self.run.save_is_due():
             self.save()
 
+    def flush(self):
+        """Counts and logs the last update, once its statistics have come."""
+        if self._unread is None:
+            return
+        names, values, read, counts = self._unread
+        self._unread = None
+        if read is not None:
+            read.synchronize()
+        self.run.update(losses=dict(zip(names, values.tolist())), **counts)
+
     def save(self):
+        self.flush()
         self.run.save(
             model=self.model.state_dict(),
             optimizer=self.optimizer.state_dict(),
@@ -111,6 +228,7 @@ class Learner:
 
     def restore(self, checkpoint):
         self.run.restore(checkpoint)
+        self.updates = self.run.updates
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.scheduler.load_state_dict(checkpoint["scheduler"])
         # This command's flags count, not those the checkpoint was made with.
@@ -125,11 +243,14 @@ class Learner:
             momentum=flags.momentum,
             eps=flags.epsilon,
         )
-        self.weights.publish(self.model, self.run.updates)
+        self.weights.publish(self.model, self.updates)
 
     @property
     def finished(self):
-        return self.run.step >= self.flags.total_steps
+        step = self.run.step
+        if self._unread is not None:
+            step += steps_per_update(self.flags)
+        return step >= self.flags.total_steps
 
 
 def end_early(stop, learner):

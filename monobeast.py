@@ -38,11 +38,18 @@ from actors import (
     receive,
     send,
 )
-from command_line import Parser, log, number, setup_logging
-from encoders import initialize, make_encoder
+from command_line import Parser, keep_freed_memory, log, number, setup_logging
+from encoders import autocast, initialize, make_encoder
 from environment import BadInput, map_structure
 from experiment import Stop
-from learner import Learner, choose_action, end_early, ended_episodes
+from learner import (
+    Learner,
+    choose_action,
+    end_early,
+    ended_episodes,
+    slices,
+    to_device,
+)
 
 # Flags.
 
@@ -66,7 +73,6 @@ def parser():
                    "(default: what the actors fill, and two batches)")
     g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
                    metavar="N", help="in a run (default: %(default)s)")
-    g.add_argument("--disable_cuda", action="store_true", help="learn on the CPU")
     # fmt: on
     return p
 
@@ -80,6 +86,7 @@ def set_defaults(flags):
     if flags.num_buffers is None:
         in_actors = max(1, flags.num_actors) * flags.envs_per_actor
         flags.num_buffers = in_actors + 2 * flags.batch_size
+    experiment.set_defaults(flags)
 
 
 # The environment.
@@ -113,13 +120,22 @@ class Net(nn.Module):
     forward(step, core_state) takes a dict of tensors [T, B, ...] (environment.py) and
     returns (outputs, core_state): outputs["policy_logits"] [T, B, A], or [T, B, D, A]
     if an action is D numbers, and outputs["baseline"] [T, B], both float32. core_state
-    is a tuple of tensors [1, B, hidden], () without --use_lstm.
+    is a tuple of tensors [1, B, hidden], () without --use_lstm. bfloat16 is about the
+    encoder's arithmetic.
     """
 
-    def __init__(self, observation_space, num_actions, action_shape, use_lstm=False):
+    def __init__(
+        self,
+        observation_space,
+        num_actions,
+        action_shape,
+        use_lstm=False,
+        bfloat16=False,
+    ):
         super().__init__()
         self.num_actions = num_actions
         self.action_shape = action_shape
+        self.bfloat16 = bfloat16
         self.encoder = make_encoder(observation_space)
         # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
         core_size = self.encoder.out_features + sum(num_actions) + 1
@@ -144,12 +160,14 @@ class Net(nn.Module):
 
     def forward(self, step, core_state=()):
         T, B = step["reward"].shape
-        x = self.encoder(map_structure(lambda o: o.flatten(0, 1), step["observation"]))
-        last_action = step["last_action"].view(T * B, -1)  # [T * B, D]
+        observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
+        with autocast(self.bfloat16, step["reward"].device):
+            x = self.encoder(observation).float()
+        last_action = step["last_action"].reshape(T * B, -1)  # [T * B, D]
         x = torch.cat(
             [x]
             + [F.one_hot(a, n) for a, n in zip(last_action.unbind(1), self.num_actions)]
-            + [step["reward"].clamp(-1, 1).view(T * B, 1)],
+            + [step["reward"].clamp(-1, 1).reshape(T * B, 1)],
             dim=1,
         )
         if self.core is not None:
@@ -182,7 +200,13 @@ class Net(nn.Module):
 
 
 def create_net(flags, env):
-    return Net(env.observation_space, env.num_actions, env.action_shape, flags.use_lstm)
+    return Net(
+        env.observation_space,
+        env.num_actions,
+        env.action_shape,
+        flags.use_lstm,
+        flags.precision == "bfloat16",
+    )
 
 
 # Acting.
@@ -249,6 +273,7 @@ def act(flags, index, seed, buffers, weights, connection):
     """Actor process. Fills the buffers whose indices the connection brings, until it
     brings None or is closed. Sends (indices, version of the weights), or the traceback
     of what went wrong."""
+    keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     try:
@@ -268,11 +293,8 @@ def act(flags, index, seed, buffers, weights, connection):
 # Learning.
 
 
-def learn(flags, model, optimizer, scheduler, batch):
-    """One gradient step on one batch. Returns its statistics, tensors [].
-
-    No queue, no lock, no logging in here, so that a test can call it.
-    """
+def compute_losses(flags, model, batch):
+    """The losses of a batch [T + 1, B, ...]: vtrace.Losses."""
     outputs, _ = model(batch, batch["core_state"])  # [T + 1, B, ...]
     bootstrap_value = outputs["baseline"][-1]  # [B]
     outputs = {key: x[:-1] for key, x in outputs.items()}  # [T, B, ...]
@@ -282,7 +304,7 @@ def learn(flags, model, optimizer, scheduler, batch):
     rewards = batch["reward"][1:]
     if flags.reward_clipping == "abs_one":
         rewards = rewards.clamp(-1, 1)
-    losses = vtrace.compute_losses(
+    return vtrace.compute_losses(
         behavior_policy_logits=batch["policy_logits"],
         target_policy_logits=outputs["policy_logits"],
         actions=batch["action"],
@@ -295,16 +317,28 @@ def learn(flags, model, optimizer, scheduler, batch):
         entropy_cost=flags.entropy_cost,
         reduction=flags.loss_reduction,
     )
+
+
+def learn(flags, model, optimizer, scheduler, batch):
+    """One gradient step on one batch. Returns its statistics, tensors [].
+
+    No queue, no lock, no logging in here, so that a test can call it.
+    """
     optimizer.zero_grad()
-    losses.total.backward()
+    parts = []
+    for part, weight in slices(flags, batch):  # Their gradients add up.
+        losses = compute_losses(flags, model, part)
+        (weight * losses.total).backward()
+        parts.append(weight * torch.stack(losses[:4]).detach())
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     optimizer.step()
     scheduler.step()
+    total, pg, baseline, entropy = torch.stack(parts).sum(0)
     return {
-        "total_loss": losses.total.detach(),
-        "pg_loss": losses.pg.detach(),
-        "baseline_loss": losses.baseline.detach(),
-        "entropy_loss": losses.entropy.detach(),
+        "total_loss": total,
+        "pg_loss": pg,
+        "baseline_loss": baseline,
+        "entropy_loss": entropy,
         "grad_norm": grad_norm.detach(),
     }
 
@@ -318,8 +352,7 @@ def make_batch(buffers, items, device):
     indices = torch.tensor([index for index, _ in items])
     batch = map_structure(lambda x: x.index_select(1, indices), buffers)
     episodes = ended_episodes(batch)
-    batch = map_structure(lambda x: x.to(device, non_blocking=True), batch)
-    return batch, episodes, [version for _, version in items]
+    return to_device(batch, device), episodes, [version for _, version in items]
 
 
 # Training.
@@ -333,8 +366,7 @@ def train(flags):
     check_flags(flags)
     torch.set_num_threads(num_learner_cores(flags))
     flags.seed = experiment.set_seed(flags.seed)
-    use_cuda = torch.cuda.is_available() and not flags.disable_cuda
-    device = torch.device("cuda" if use_cuda else "cpu")
+    device = experiment.get_device(flags, "learner_device")
     # With actors, this environment only tells the shapes.
     env = create_env(flags, flags.envs_per_actor)
     if env.num_envs != flags.envs_per_actor:
@@ -367,6 +399,7 @@ def train(flags):
     exit_code = 0
     with experiment.Signals() as signals:
         try:
+            run.stage_seconds = lambda: dict(learner.stage_seconds)
             run.start()
             if flags.num_actors == 0:
                 train_serially(flags, env, seed, learner, buffers, signals)
@@ -524,6 +557,7 @@ def main(argv=None):
     flags = p.parse_args(argv)
     set_defaults(flags)
     setup_logging()
+    keep_freed_memory()
     try:
         return train(flags) if flags.mode == "train" else test(flags)
     except BadInput as e:

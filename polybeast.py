@@ -32,12 +32,21 @@ import experiment
 import play
 import polybeast_env
 import vtrace
-from actors import SharedWeights
-from command_line import Parser, log, number, setup_logging
-from encoders import initialize, make_encoder
+from command_line import Parser, keep_freed_memory, log, number, setup_logging
+from encoders import autocast, initialize, make_encoder
 from environment import BadInput, map_structure
 from experiment import Stop
-from learner import Learner, choose_action, end_early, ended_episodes
+from learner import (
+    Learner,
+    PublishedWeights,
+    choose_action,
+    end_early,
+    ended_episodes,
+    own_stream,
+    slices,
+    to_device,
+    to_host,
+)
 
 # Flags.
 
@@ -64,8 +73,11 @@ def parser():
     g = p.add_argument_group("network")
     g.add_argument("--net", default="deep", choices=("deep", "shallow"),
                    help="for images; shallow is MonoBeast's (default: %(default)s)")
-    g.add_argument("--disable_cuda", action="store_true",
-                   help="learn and act on the CPU")
+    g.add_argument("--actor_device", metavar="DEVICE",
+                   help="of the inference (default: the learner's)")
+    g.add_argument("--num_inference_threads", type=number(int, 1), metavar="N",
+                   help="one prepares a batch while another is evaluated "
+                   "(default: 2 with a GPU, else 1)")
     # fmt: on
     return p
 
@@ -76,6 +88,11 @@ def set_defaults(flags):
         flags.num_servers = experiment.num_cores()
     if flags.envs_per_server is None:
         flags.envs_per_server = max(1, 32 // flags.num_servers)
+    experiment.set_defaults(flags)
+    if flags.actor_device is None:
+        flags.actor_device = flags.learner_device
+    if flags.num_inference_threads is None:
+        flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
 
 
 # The network.
@@ -87,15 +104,23 @@ class Net(nn.Module):
     forward(step, core_state) takes a dict of tensors [T, B, ...] (environment.py) and
     returns (outputs, core_state): outputs["policy_logits"] [T, B, A], or [T, B, D, A]
     if an action is D numbers, and outputs["baseline"] [T, B], both float32. core_state
-    is a tuple of tensors [1, B, hidden], () without --use_lstm. deep is about images.
+    is a tuple of tensors [1, B, hidden], () without --use_lstm. deep is about images;
+    bfloat16 about the encoder's arithmetic.
     """
 
     def __init__(
-        self, observation_space, num_actions, action_shape, use_lstm=False, deep=True
+        self,
+        observation_space,
+        num_actions,
+        action_shape,
+        use_lstm=False,
+        deep=True,
+        bfloat16=False,
     ):
         super().__init__()
         self.num_actions = num_actions
         self.action_shape = action_shape
+        self.bfloat16 = bfloat16
         self.encoder = make_encoder(observation_space, deep)
         # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
         core_size = self.encoder.out_features + sum(num_actions) + 1
@@ -120,12 +145,14 @@ class Net(nn.Module):
 
     def forward(self, step, core_state=()):
         T, B = step["reward"].shape
-        x = self.encoder(map_structure(lambda o: o.flatten(0, 1), step["observation"]))
-        last_action = step["last_action"].view(T * B, -1)  # [T * B, D]
+        observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
+        with autocast(self.bfloat16, step["reward"].device):
+            x = self.encoder(observation).float()
+        last_action = step["last_action"].reshape(T * B, -1)  # [T * B, D]
         x = torch.cat(
             [x]
             + [F.one_hot(a, n) for a, n in zip(last_action.unbind(1), self.num_actions)]
-            + [step["reward"].clamp(-1, 1).view(T * B, 1)],
+            + [step["reward"].clamp(-1, 1).reshape(T * B, 1)],
             dim=1,
         )
         if self.core is not None:
@@ -164,6 +191,7 @@ def create_net(flags, env):
         env.action_shape,
         flags.use_lstm,
         flags.net == "deep",
+        flags.precision == "bfloat16",
     )
 
 
@@ -180,25 +208,24 @@ def inference(batcher, model, weights, device):
     version = None
     for batch in batcher:
         version = weights.fetch(model, version)
-        step, core_state = map_structure(lambda x: x.to(device), batch.get_inputs())
-        outputs, core_state = model(step, core_state)
+        inputs = map_structure(
+            lambda x: x.to(device, non_blocking=True), batch.get_inputs()
+        )
+        outputs, core_state = to_host(model(*inputs), device)
         logits = outputs["policy_logits"]  # [1, n, A]
         answer = {
             "action": choose_action(logits),
             "policy_logits": logits,
-            "version": torch.full(step["reward"].shape, version),
+            "version": torch.full(outputs["baseline"].shape, version),
         }
-        batch.set_outputs(map_structure(lambda x: x.cpu(), (answer, core_state)))
+        batch.set_outputs((answer, core_state))
 
 
 # Learning.
 
 
-def learn(flags, model, optimizer, scheduler, batch):
-    """One gradient step on one batch. Returns its statistics, tensors [].
-
-    No queue, no lock, no logging in here, so that a test can call it.
-    """
+def compute_losses(flags, model, batch):
+    """The losses of a batch [T + 1, B, ...]: vtrace.Losses."""
     outputs, _ = model(batch, batch["core_state"])  # [T + 1, B, ...]
     bootstrap_value = outputs["baseline"][-1]  # [B]
     outputs = {key: x[:-1] for key, x in outputs.items()}  # [T, B, ...]
@@ -208,7 +235,7 @@ def learn(flags, model, optimizer, scheduler, batch):
     rewards = batch["reward"][1:]
     if flags.reward_clipping == "abs_one":
         rewards = rewards.clamp(-1, 1)
-    losses = vtrace.compute_losses(
+    return vtrace.compute_losses(
         behavior_policy_logits=batch["policy_logits"],
         target_policy_logits=outputs["policy_logits"],
         actions=batch["action"],
@@ -221,16 +248,28 @@ def learn(flags, model, optimizer, scheduler, batch):
         entropy_cost=flags.entropy_cost,
         reduction=flags.loss_reduction,
     )
+
+
+def learn(flags, model, optimizer, scheduler, batch):
+    """One gradient step on one batch. Returns its statistics, tensors [].
+
+    No queue, no lock, no logging in here, so that a test can call it.
+    """
     optimizer.zero_grad()
-    losses.total.backward()
+    parts = []
+    for part, weight in slices(flags, batch):  # Their gradients add up.
+        losses = compute_losses(flags, model, part)
+        (weight * losses.total).backward()
+        parts.append(weight * torch.stack(losses[:4]).detach())
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     optimizer.step()
     scheduler.step()
+    total, pg, baseline, entropy = torch.stack(parts).sum(0)
     return {
-        "total_loss": losses.total.detach(),
-        "pg_loss": losses.pg.detach(),
-        "baseline_loss": losses.baseline.detach(),
-        "entropy_loss": losses.entropy.detach(),
+        "total_loss": total,
+        "pg_loss": pg,
+        "baseline_loss": baseline,
+        "entropy_loss": entropy,
         "grad_norm": grad_norm.detach(),
     }
 
@@ -252,15 +291,16 @@ def train(flags):
     if flags.server_addresses is not None and not flags.server_addresses.strip():
         raise BadInput("--server_addresses is empty, expected HOST:PORT,...")
     flags.seed = experiment.set_seed(flags.seed)
-    use_cuda = torch.cuda.is_available() and not flags.disable_cuda
-    device = torch.device("cuda" if use_cuda else "cpu")
+    device = experiment.get_device(flags, "learner_device")
+    actor_device = experiment.get_device(flags, "actor_device")
     env = polybeast_env.create_env(flags, 1)  # Only tells the spaces.
     env.close()
     model = create_net(flags, env)
     run = experiment.Run(flags, env.frames_per_step)
     checkpoint = run.load(model)
     run.open()
-    learner = Learner(flags, run, model, SharedWeights(model), device, learn)
+    weights = PublishedWeights(model, actor_device)
+    learner = Learner(flags, run, model, weights, device, learn)
     if checkpoint is not None:
         learner.restore(checkpoint)
         log.info("resuming %s at step %d", run.checkpoint_path, run.step)
@@ -278,9 +318,11 @@ def train(flags):
                 minimum_batch_size=flags.batch_size,
                 maximum_batch_size=flags.batch_size,
                 maximum_queue_size=flags.batch_size,
-                pin_memory=use_cuda,
+                pin_memory=device.type == "cuda",
             )
-            inference_batcher = DynamicBatcher(batch_dim=1, pin_memory=use_cuda)
+            inference_batcher = DynamicBatcher(
+                batch_dim=1, pin_memory=actor_device.type == "cuda"
+            )
             actors = ActorPool(
                 flags.unroll_length,
                 learner_queue,
@@ -294,22 +336,28 @@ def train(flags):
                 connect_timeout_s=flags.connect_timeout_seconds,
             )
             log.info(
-                "%s: %d streams, learner on %s; results in %s",
+                "%s: %d streams, learner on %s, inference on %s; results in %s",
                 flags.env,
                 len(addresses),
                 device,
+                actor_device,
                 run.path,
             )
-            actor_model = create_net(flags, env).eval().to(device)
+            run.stage_seconds = lambda: actors.stage_seconds() | learner.stage_seconds
             run.start()
+
+            def infer():
+                actor_model = create_net(flags, env).eval()
+                actor_model.to(actor_device, memory_format=torch.channels_last)
+                with own_stream(actor_device):
+                    inference(inference_batcher, actor_model, weights, actor_device)
+
             train_with_servers(
                 learner,
                 actors,
                 learner_queue,
                 inference_batcher,
-                lambda: inference(
-                    inference_batcher, actor_model, learner.weights, device
-                ),
+                infer,
                 servers,
                 signals,
             )
@@ -318,6 +366,8 @@ def train(flags):
             exit_code = end_early(e, learner)
         finally:
             run.close()
+    for line in report_stages(flags, run):
+        log.info("%s", line)
     log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
     if run.checkpoint_path.exists():
         log.info("test it: %s", play.command(flags, "polybeast"))
@@ -341,6 +391,8 @@ def train_with_servers(
 ):
     """Starts actors, inference and learner, waits for a signal or the last step, ends
     them all. Raises what went wrong in any of them."""
+    flags = learner.flags
+    update_lock = threading.Lock()  # One thread updates the weights.
     stop = threading.Event()
     errors = []
 
@@ -352,14 +404,13 @@ def train_with_servers(
 
     def batch_and_learn():
         for batch in learner_queue:
-            if learner.finished or stop.is_set():
-                return
             versions = batch.pop("version")[0].tolist()
             episodes = ended_episodes(batch)
-            batch = map_structure(
-                lambda x: x.to(learner.device, non_blocking=True), batch
-            )
-            learner.update(batch, episodes, versions)
+            batch = to_device(batch, learner.device)
+            with update_lock:
+                if learner.finished or stop.is_set():
+                    return
+                learner.update(batch, episodes, versions)
 
     def guarded(body):
         def target():
@@ -374,7 +425,11 @@ def train_with_servers(
 
         return target
 
-    bodies = {"actors": act, "inference": infer, "learner": batch_and_learn}
+    bodies = {"actors": act}
+    for i in range(flags.num_inference_threads):
+        bodies[f"inference-{i}"] = infer
+    for i in range(flags.num_learner_threads):
+        bodies[f"learner-{i}"] = batch_and_learn
     threads = [
         threading.Thread(target=guarded(body), name=name)
         for name, body in bodies.items()
@@ -396,6 +451,35 @@ def train_with_servers(
                 thread.join()
     if errors:
         raise errors[0]
+
+
+# Where the time went.
+
+REMEDIES = {
+    "environment_wait": "environments: more of them together (--envs_per_server), more "
+    "servers (--num_servers), or other machines' (--server_addresses)",
+    "inference_queue": "inference: --num_inference_threads",
+    "inference": "inference: --actor_device, --precision",
+    "rollout_queue": "learning: --learner_device, --precision, --compile",
+    "cores": "the cores of this machine: --server_addresses moves the environments to "
+    "other machines, --learner_device and --actor_device the network to a GPU",
+}
+
+
+def report_stages(flags, run):
+    """The stage table, and what to do about the longest stage: lines. After the servers
+    have ended."""
+    shares = experiment.stage_shares(run.stage_seconds())
+    if not shares:
+        return
+    for who, stages in zip(("streams", "learner"), experiment.STAGES):
+        times = [f"{name} {100 * shares[name]:.0f} %" for name in stages]
+        yield f"where the time of {who} went: {', '.join(times)}"
+    slowest = max(experiment.STAGES[0], key=shares.get)
+    busy, cores = run.busy_cores(), experiment.num_cores()
+    if busy > 0.8 * cores:
+        slowest = "cores"
+    yield f"{busy:.1f} of {cores} cores were busy; bottleneck: {REMEDIES[slowest]}"
 
 
 # Testing.
@@ -430,6 +514,7 @@ def main(argv=None):
     flags = p.parse_args(argv)
     set_defaults(flags)
     setup_logging()
+    keep_freed_memory()
     try:
         return train(flags) if flags.mode == "train" else test(flags)
     except BadInput as e:

@@ -27,7 +27,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 import atari_wrappers
 import environment
 import torchbeast_pb2 as pb
-from command_line import Parser, environment_parser, log, number, setup_logging
+from command_line import (
+    Parser,
+    environment_parser,
+    keep_freed_memory,
+    log,
+    number,
+    setup_logging,
+)
 from environment import BadInput
 
 PROTOCOL_VERSION = 1
@@ -273,6 +280,7 @@ def serve(flags, address, parent):
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)
     setup_logging()
+    keep_freed_memory()
     pool = futures.ThreadPoolExecutor(MAX_STREAMS + 8)  # And some for health checks.
     server = grpc.server(
         pool,

@@ -152,7 +152,8 @@ class Rollout {
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
 //             that wait for the batcher or the queue end when these are served or
 //             closed: close them, too.
-//   add(), remove(), status()   any thread, any time; never block for long.
+//   add(), remove(), status(), stage_seconds()   any thread, any time; never block for
+//             long.
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
 // 0.1 s and up to 10 s if it goes on failing. An actor ends for good when the batcher
@@ -175,6 +176,14 @@ class ActorPool {
     int64_t rollouts = 0;    // That went into the queue.
     int64_t reconnects = 0;  // Streams that failed.
     std::string last_error;
+  };
+
+  // Where the time of all streams went so far.
+  struct StageSeconds {
+    double environment_wait = 0;  // Servers step, and the network.
+    double inference_queue = 0;   // An inference thread was not free.
+    double inference = 0;
+    double rollout_queue = 0;  // The learner was behind.
   };
 
   ActorPool(Options options, std::shared_ptr<LearnerQueue> learner_queue,
@@ -271,6 +280,11 @@ class ActorPool {
     }
     changed_.notify_all();
     return found;
+  }
+
+  [[nodiscard]] StageSeconds stage_seconds() const {
+    std::lock_guard<std::mutex> lock(mu_);
+    return stage_seconds_;
   }
 
   // Of the actors that were not removed.
@@ -428,25 +442,39 @@ class ActorPool {
         }
         inputs.leaves.insert(inputs.leaves.end(), core_state.leaves.begin(),
                              core_state.leaves.end());
-        const Nest<Array> result = inference_batcher_->compute(inputs);
+        CallSeconds seconds;
+        const Nest<Array> result =
+            inference_batcher_->compute(inputs, nullptr, &seconds);
         const Outputs outputs(result, action_spec, *core_state.structure);
         rollout.write_outputs(t, outputs.structure, outputs.leaves);
         core_state.leaves = outputs.core_state;
 
         encode_arrays({action_spec.structure, {outputs.action}},
                       request.mutable_action());
+        const auto asked_at = Clock::now();
         if (!stream->Write(request)) return;
         step.leaves.clear();
         if (!stream->Read(response.get())) return;
+        const auto answered_at = Clock::now();
         step = decode();
         rollout.write_step(t + 1, step.leaves);
         std::lock_guard<std::mutex> lock(mu_);
         actor->status.steps += num_envs;
+        stage_seconds_.inference_queue += seconds.queue;
+        stage_seconds_.inference += seconds.evaluation;
+        stage_seconds_.environment_wait +=
+            internal::seconds_between(asked_at, answered_at);
       }
+      const auto filled_at = Clock::now();
       for (int64_t e = 0; e < num_envs; ++e) {
         learner_queue_->enqueue(rollout.of_environment(e, initial_core_state), {});
         std::lock_guard<std::mutex> lock(mu_);
         ++actor->status.rollouts;
+      }
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        stage_seconds_.rollout_queue +=
+            internal::seconds_between(filled_at, Clock::now());
       }
       rollout.begin_next();
     }
@@ -576,13 +604,13 @@ class ActorPool {
   const Nest<Array> initial_state_;
 
   mutable std::mutex mu_;
-  std::condition_variable
-      changed_;              // stopping_, reached_ or an actor's `removed` is set.
-  std::list<Actor> actors_;  // Guarded by mu_. Only grows.
-  int64_t num_added_ = 0;    // Guarded by mu_.
-  bool running_ = false;     // Guarded by mu_.
-  bool stopping_ = false;    // Guarded by mu_.
-  bool reached_ = false;     // Guarded by mu_. A server has answered.
+  std::condition_variable changed_;  // stopping_, reached_ or a `removed` is set.
+  std::list<Actor> actors_;          // Guarded by mu_. Only grows.
+  StageSeconds stage_seconds_;       // Guarded by mu_.
+  int64_t num_added_ = 0;            // Guarded by mu_.
+  bool running_ = false;             // Guarded by mu_.
+  bool stopping_ = false;            // Guarded by mu_.
+  bool reached_ = false;             // Guarded by mu_. A server has answered.
 };
 
 }  // namespace torchbeast

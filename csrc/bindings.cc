@@ -542,7 +542,17 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           },
           "A dict for each stream: address, state, num_envs, steps, rollouts, "
           "reconnects,\n"
-          "last_error in the server's words.");
+          "last_error in the server's words.")
+      .def(
+          "stage_seconds",
+          [](const ActorPool& self) {
+            const ActorPool::StageSeconds s = self.stage_seconds();
+            return py::dict(py::arg("environment_wait") = s.environment_wait,
+                            py::arg("inference_queue") = s.inference_queue,
+                            py::arg("inference") = s.inference,
+                            py::arg("rollout_queue") = s.rollout_queue);
+          },
+          "Where the time of all streams went so far, in seconds.");
 }
 
 }  // namespace

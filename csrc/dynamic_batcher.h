@@ -25,7 +25,17 @@ struct AsyncError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Where the time of a compute() went.
+struct CallSeconds {
+  double queue = 0;       // Until its batch was taken.
+  double evaluation = 0;  // From then until it had outputs.
+};
+
 namespace internal {
+
+inline double seconds_between(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double>(end - begin).count();
+}
 
 // One compute() that waits for its outputs. The first answer counts.
 class Call {
@@ -60,11 +70,26 @@ class Call {
     return std::move(*outputs_);
   }
 
+  // Its batch was taken.
+  void taken() {
+    std::lock_guard<std::mutex> lock(mu_);
+    taken_at_ = Clock::now();
+  }
+
+  // After wait().
+  [[nodiscard]] CallSeconds seconds() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return {seconds_between(began_at_, taken_at_),
+            seconds_between(taken_at_, Clock::now())};
+  }
+
   [[nodiscard]] int64_t rows() const { return rows_; }
 
  private:
   const int64_t rows_;
+  const Clock::time_point began_at_ = Clock::now();
   std::mutex mu_;
+  Clock::time_point taken_at_;          // Guarded by mu_.
   std::condition_variable answered_;    // outputs_ or error_ is set.
   std::optional<Nest<Array>> outputs_;  // Guarded by mu_.
   std::exception_ptr error_;            // Guarded by mu_.
@@ -181,17 +206,23 @@ class DynamicBatcher {
   DynamicBatcher(const DynamicBatcher&) = delete;
   DynamicBatcher& operator=(const DynamicBatcher&) = delete;
 
+  // seconds, if given, says where the time went.
   [[nodiscard]] Nest<Array> compute(const Nest<Array>& inputs,
-                                    Blocking* blocking = nullptr) {
+                                    Blocking* blocking = nullptr,
+                                    CallSeconds* seconds = nullptr) {
     const auto call =
         std::make_shared<internal::Call>(num_rows(inputs, queue_.options().batch_dim));
     const Registration registration(this, call);
     queue_.enqueue(inputs, internal::Ticket(call), blocking);
-    return call->wait(blocking);
+    Nest<Array> outputs = call->wait(blocking);
+    if (seconds != nullptr) *seconds = call->seconds();
+    return outputs;
   }
 
   [[nodiscard]] std::unique_ptr<Batch> get_batch(Blocking* blocking = nullptr) {
-    return std::unique_ptr<Batch>(new Batch(queue_.dequeue_many(blocking), outputs_));
+    std::unique_ptr<Batch> batch(new Batch(queue_.dequeue_many(blocking), outputs_));
+    for (const internal::Ticket& ticket : batch->batch_.payloads) ticket->taken();
+    return batch;
   }
 
   void close() {

@@ -16,6 +16,7 @@ from tests import envs  # noqa: F401 (registers them)
 from tests.faulty_envs import Nested
 
 T, B = 5, 4
+CPU = torch.device("cpu")
 
 
 def parse(*args):
@@ -41,7 +42,7 @@ def collect(flags, env, seed=0):
     actor, buffers, arrays = make_actor(flags, env, seed)
     actor.rollout(arrays, list(range(env.num_envs)))
     items = [(i, 0) for i in range(env.num_envs)]
-    batch, episodes, versions = monobeast.make_batch(buffers, items, "cpu")
+    batch, episodes, versions = monobeast.make_batch(buffers, items, CPU)
     return actor, batch
 
 
@@ -175,7 +176,7 @@ def test_batch_takes_the_asked_rollouts_in_time_major_order():
     buffers["episode_end"][0, 5] = True  # Counted with the rollout before.
     buffers["episode_end"][2, 5] = True
     buffers["truncated"][1, 2] = True
-    batch, episodes, versions = monobeast.make_batch(buffers, [(5, 7), (2, 8)], "cpu")
+    batch, episodes, versions = monobeast.make_batch(buffers, [(5, 7), (2, 8)], CPU)
     assert batch["x"].tolist() == [[5, 2], [13, 10], [21, 18]]
     assert episodes == {
         "episode_return": [21.0],

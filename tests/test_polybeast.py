@@ -1,6 +1,7 @@
 """PolyBeast: its functions, and the real program with real servers."""
 
 import os
+import re
 import signal
 import tempfile
 
@@ -14,7 +15,7 @@ import learner
 import monobeast
 import polybeast
 from environment import map_structure
-from experiment import load_checkpoint
+from experiment import STAGES, load_checkpoint
 from tests.programs import Program, children, cmdline, read_logs, run
 from tests.test_polybeast_env import COUNTER, free_port, servers
 
@@ -126,6 +127,28 @@ def test_either_script_tests_the_checkpoint(trained, module):
     assert "step 4000" in result.stdout and "2 episodes: mean return" in result.stdout
 
 
+def test_a_compiled_network_in_bfloat16_trains(tmp_path):
+    args = ["--compile", "--precision", "bfloat16", "--savedir", tmp_path]
+    result = run(*SMALL, *args, "--total_steps", 1000, "--xpid", "x",
+                 module="polybeast")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    losses = [float(row["total_loss"]) for row in read_logs(tmp_path / "x")]
+    assert losses and np.isfinite(losses).all()
+
+
+def test_the_end_tells_where_the_time_went(tmp_path):
+    result = run(*SMALL, "--savedir", tmp_path, "--total_steps", 3000, "--xpid", "x",
+                 module="polybeast")  # fmt: skip
+    for stage in (stage for stages in STAGES for stage in stages):
+        assert re.search(rf"{stage} \d+ %", result.stderr), stage
+    assert re.search(r"of \d+ cores were busy; bottleneck: \w+.*--", result.stderr)
+    for row in read_logs(tmp_path / "x")[1:]:
+        for stages in STAGES:
+            assert sum(float(row[name]) for name in stages) == pytest.approx(
+                1, abs=0.01
+            )
+
+
 def test_the_same_command_resumes(tmp_path):
     args = [*SMALL, "--savedir", tmp_path, "--xpid", "x"]
     for steps in (2000, 4000):
@@ -189,6 +212,8 @@ def test_servers_of_others_are_used_over_tcp(tmp_path):
         (["--video", "x.mp4"], 2, "--video goes with --mode test"),
         (["--net", "huge"], 2, "--net"),
         (["--server_addresses", ""], 2, "--server_addresses"),
+        (["--learner_device", "cuda:99"], 2, "--learner_device cuda:99"),
+        (["--actor_device", "gpu"], 2, "--actor_device gpu: expected cpu, cuda or"),
     ],
 )
 def test_what_cannot_work_is_one_line(args, code, message, tmp_path):

@@ -1,0 +1,243 @@
+"""What this machine could do if only environments, network and learning cost anything.
+
+    python benchmarks/limit.py [--program polybeast] [--seconds 5] [the program's flags]
+
+Measures each alone, in one process for each core at once: an environment's step (raw,
+and as the program steps it), the network for one step at the batch sizes that occur,
+and an update for one step at the learner's batch. A step needs one of each, so the
+limit is 1 / (sum of seconds per step), agent steps per second of the whole machine.
+Prints a table, and JSON on the last line.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def parse(program, args):
+    module = importlib.import_module(program)
+    flags = module.parser().parse_args(args)
+    module.set_defaults(flags)
+    return flags
+
+
+def envs_together(flags):
+    """How many environments one process of the program steps together."""
+    return getattr(flags, "envs_per_server", None) or flags.envs_per_actor
+
+
+def environment_stage(program, flags, num_envs):
+    """A function that makes num_envs agent steps."""
+    module = "polybeast_env" if program == "polybeast" else program
+    env = importlib.import_module(module).create_env(flags, num_envs)
+    env.initial(0)
+    rng = np.random.default_rng(0)
+    shape = (env.num_envs, *env.action_shape)
+    high = env.num_actions if env.action_shape else env.num_actions[0]
+    return lambda: env.step(rng.integers(0, high, shape))
+
+
+def raw_environment_stage(flags):
+    """The game alone: frames as the emulator makes them, no preprocessing; or the
+    Gymnasium environment alone. A function that makes one agent step."""
+    import atari_wrappers
+    import environment
+
+    if not atari_wrappers.is_atari(flags.env):
+        env = environment.make(flags.env)
+        env = env[0] if isinstance(env, list) else env
+        skip = 1
+    else:
+        import ale_py
+        import gymnasium
+
+        gymnasium.register_envs(ale_py)
+        env, skip = gymnasium.make(flags.env), 4
+    env.reset(seed=0)
+    actions = [env.action_space.sample() for _ in range(100)]
+    step = 0
+
+    def make_step():
+        nonlocal step
+        step += 1
+        for _ in range(skip):
+            _, _, terminated, truncated, _ = env.step(actions[step % 100])
+            if np.any(terminated) or np.any(truncated):
+                env.reset()
+
+    return make_step
+
+
+def batch_of_steps(program, flags, T, B):
+    """Steps [T, B, ...] of real environments, repeated."""
+    import torch
+
+    from environment import map_structure
+
+    module = "polybeast_env" if program == "polybeast" else program
+    env = importlib.import_module(module).create_env(flags, 1)
+    step = env.initial(0)
+    step = map_structure(
+        lambda x: torch.as_tensor(x)[None].expand(T, B, *x.shape[1:]).contiguous(), step
+    )
+    return env, step
+
+
+def inference_stage(program, flags, n):
+    import torch
+
+    module = importlib.import_module(program)
+    env, step = batch_of_steps(program, flags, 1, n)
+    device = torch.device(getattr(flags, "actor_device", "cpu"))
+    net = module.create_net(flags, env).eval()
+    net.to(device, memory_format=torch.channels_last)
+    core_state = net.initial_state(n)
+
+    def evaluate():
+        from environment import map_structure
+
+        with torch.inference_mode():
+            inputs = map_structure(lambda x: x.to(device), (step, core_state))
+            outputs, _ = net(*inputs)
+            outputs["policy_logits"].cpu()
+
+    return evaluate
+
+
+def update_stage(program, flags):
+    import torch
+
+    import learner
+
+    module = importlib.import_module(program)
+    T, B = flags.unroll_length, flags.batch_size
+    env, batch = batch_of_steps(program, flags, T + 1, B)
+    device = torch.device(flags.learner_device)
+    net = module.create_net(flags, env).to(device, memory_format=torch.channels_last)
+    if flags.compile:
+        net.compile()
+    shape = (T, B, *env.action_shape)
+    batch["done"].zero_()
+    batch["action"] = torch.zeros(shape, dtype=torch.int64)
+    batch["policy_logits"] = torch.zeros(*shape, max(env.num_actions))
+    batch["core_state"] = net.initial_state(B)
+    batch = learner.to_device(batch, device)
+    optimizer, scheduler = learner.create_optimizer(flags, net)
+
+    def update():
+        stats = module.learn(flags, net, optimizer, scheduler, batch)
+        stats["total_loss"].item()
+
+    return update
+
+
+def stage(program, flags, name):
+    """(function, agent steps it is about)"""
+    if name == "raw environment":
+        return raw_environment_stage(flags), 1
+    if name == "environment, single":
+        return environment_stage(program, flags, 1), 1
+    if name == "environment":
+        n = envs_together(flags)
+        return environment_stage(program, flags, n), n
+    if name.startswith("inference"):
+        n = int(name.split()[-1])
+        return inference_stage(program, flags, n), n
+    return update_stage(program, flags), flags.unroll_length * flags.batch_size
+
+
+def worker(program, args, name, seconds, barrier, results):
+    import command_line
+
+    command_line.keep_freed_memory()
+    flags = parse(program, args)
+    if name.startswith(("inference", "update")):
+        import torch
+
+        torch.set_num_threads(1)
+    function, num_steps = stage(program, flags, name)
+    warm_up_until = time.monotonic() + min(2, seconds)
+    while time.monotonic() < warm_up_until:
+        function()
+    barrier.wait()
+    # Processor time: other work on the machine is not to count. A GPU's is none.
+    on_gpu = name.startswith(("inference", "update")) and "cuda" in (
+        flags.learner_device,
+        getattr(flags, "actor_device", None),
+    )
+    clock = time.monotonic if on_gpu else time.process_time
+    calls, start, until = 0, clock(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        function()
+        calls += 1
+    results.put(calls * num_steps / (clock() - start))
+
+
+def rate(program, args, name, seconds, num_processes):
+    """Agent steps per second of all processes together, doing nothing else."""
+    context = multiprocessing.get_context("spawn")
+    results, barrier = context.Queue(), context.Barrier(num_processes)
+    processes = [
+        context.Process(
+            target=worker, args=(program, args, name, seconds, barrier, results)
+        )
+        for _ in range(num_processes)
+    ]
+    for process in processes:
+        process.start()
+    total = sum(results.get(timeout=600) for _ in processes)
+    for process in processes:
+        process.join()
+    return total
+
+
+def measure(program, args, seconds):
+    """{stage: steps per second of the machine}, "limit" among them."""
+    import experiment
+
+    flags = parse(program, args)
+    cores = experiment.num_cores()
+    batches = inference_batches(program, flags)
+    names = [f"inference at {n}" for n in batches]
+    rates = {}
+    for name in ["raw environment", "environment, single", "environment", *names]:
+        rates[name] = rate(program, args, name, seconds, cores)
+    rates["update"] = rate(program, args, "update", seconds, cores)
+    used = ("environment", names[-1], "update")
+    rates["limit"] = 1 / sum(1 / rates[name] for name in used)
+    return rates
+
+
+def inference_batches(program, flags):
+    """1, what one process steps together, and all environments: the last one counts."""
+    n = envs_together(flags)
+    if program == "monobeast":
+        return sorted({1, n})
+    return sorted({1, n, n * flags.num_servers})
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--program", default="polybeast", choices=("monobeast", "polybeast"))
+    p.add_argument("--seconds", type=float, default=5)
+    options, args = p.parse_known_args()
+    rates = measure(options.program, args, options.seconds)
+    print(f"| {options.program} {' '.join(args)} | steps/s |\n|---|---|")
+    for name, x in rates.items():
+        print(f"| {name} | {x:,.0f} |")
+    print(json.dumps({name: round(x, 1) for name, x in rates.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Agent steps per second of the real programs, beside the machine's limit, in one run.
+
+    python benchmarks/throughput.py [--seconds 60] [--rounds 3] [--runs NAME ...]
+
+Each round measures every run once: first the limit (benchmarks/limit.py), then the
+program, WARM_UP_S seconds not counted. Prints a table of medians and writes JSON, with
+the machine, versions and flags: steps per second, their share of the limit, processor
+microseconds per step of the learner's process and of all others, and the most memory
+that all of them used together (pages they share counted once).
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import experiment  # noqa: E402
+import polybeast  # noqa: E402
+from benchmarks import limit  # noqa: E402
+
+WARM_UP_S = 10
+PONG = ["--env", "PongNoFrameskip-v4"]
+MOCK = ["--env", "benchmarks.mock:Mock-v0"]
+ONE = ["--envs_per_server", "1"]
+
+# Name: (program, its flags, flags of servers started for it, streams to each of them).
+RUNS = {
+    "MonoBeast": ("monobeast", PONG, None, 0),
+    "PolyBeast, shallow": ("polybeast", [*PONG, "--net", "shallow"], None, 0),
+    "PolyBeast, deep": ("polybeast", PONG, None, 0),
+    "PolyBeast, deep, TCP": ("polybeast", PONG, PONG, 1),
+    "mock, 4 streams of 1": ("mock", ["--num_servers", "4", *ONE], None, 0),
+    "mock, 4 streams of 16": (
+        "mock",
+        ["--num_servers", "4", "--envs_per_server", "16"],
+        None,
+        0,
+    ),
+    "mock, 64 streams of 1": ("mock", [], [*MOCK, "--num_servers", "4", *ONE], 16),
+}
+
+
+def command(program, args):
+    script = ["benchmarks/mock.py"] if program == "mock" else ["-m", program]
+    return [sys.executable, *script, *args]
+
+
+@contextlib.contextmanager
+def servers(args, streams):
+    """Starts servers over TCP. Their addresses, each `streams` times."""
+    n = int(args[args.index("--num_servers") + 1])
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    program = subprocess.Popen(
+        command("polybeast_env", [*args, "--address", address]),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in program.stderr:
+            if "environments for each stream" in line:
+                break
+        threading.Thread(target=program.stderr.read, daemon=True).start()
+        yield [f"127.0.0.1:{port + i}" for i in range(n)] * streams
+    finally:
+        program.terminate()
+        program.wait()
+
+
+def processor_seconds():
+    """{process id: seconds} of all this benchmark's descendants."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    parents, seconds = {}, {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+            fields = fields.split()
+            parents[int(pid)] = int(fields[1])
+            seconds[int(pid)] = (int(fields[11]) + int(fields[12])) / ticks
+
+    def ours(pid):
+        while pid in parents:
+            pid = parents[pid]
+            if pid == os.getpid():
+                return True
+        return False
+
+    return {pid: s for pid, s in seconds.items() if ours(pid)}
+
+
+def memory_mb(pids):
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").open():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+    return total / 1024
+
+
+def measure(program, args, seconds):
+    """Runs the program for as long. A dict of what was measured."""
+    with tempfile.TemporaryDirectory() as savedir:
+        args = [*args, "--savedir", savedir, "--xpid", "x", "--disable_checkpoint"]
+        args += ["--log_interval_steps", "200", "--total_steps", str(10**9)]
+        process = subprocess.Popen(
+            command(program, args), cwd=ROOT, stderr=subprocess.DEVNULL
+        )
+        path = pathlib.Path(savedir, "x", "logs.csv")
+        try:
+            while not read(path):
+                if process.poll() is not None:
+                    raise SystemExit(f"ended by itself: {' '.join(process.args)}")
+                time.sleep(0.1)
+            time.sleep(WARM_UP_S)
+            before, first, peak_mb = processor_seconds(), read(path)[-1], 0
+            start = time.monotonic()
+            while time.monotonic() - start < seconds:
+                time.sleep(min(2, seconds))
+                peak_mb = max(peak_mb, memory_mb(processor_seconds()))
+            after, last = processor_seconds(), read(path)[-1]
+        finally:
+            process.terminate()
+            process.wait()
+    steps = int(last["step"]) - int(first["step"])
+    used = {pid: s - before.get(pid, 0) for pid, s in after.items()}
+    learner = used.pop(process.pid)
+    return {
+        "steps_per_second": steps / (float(last["seconds"]) - float(first["seconds"])),
+        "learner_us": 1e6 * learner / steps,
+        "others_us": 1e6 * sum(used.values()) / steps,
+        "peak_mb": peak_mb,
+        "policy_lag": float(last["policy_lag"]),
+    }
+
+
+def read(path):
+    if not path.exists():
+        return []
+    with open(path, newline="") as f:
+        # The last line may still be being written.
+        return [r for r in csv.DictReader(f) if r["rss_mb"]]
+
+
+def measure_run(name, options):
+    program, args, server_args, streams = RUNS[name]
+    with contextlib.ExitStack() as stack:
+        result = {}
+        if program != "mock":
+            rates = limit.measure(program, args, options.limit_seconds)
+            result = {"limit": rates["limit"], "rates": rates}
+        if server_args is not None:
+            if "--num_servers" not in server_args:
+                flags = limit.parse("polybeast", args)
+                server_args = [*server_args, "--num_servers", str(flags.num_servers)]
+                server_args += ["--envs_per_server", str(flags.envs_per_server)]
+            addresses = stack.enter_context(servers(server_args, streams))
+            args = [*args, "--server_addresses", ",".join(addresses)]
+        result.update(measure(program, args, options.seconds))
+    if "limit" in result:
+        result["share"] = result["steps_per_second"] / result["limit"]
+    print(f"{name}: {json.dumps(result)}", file=sys.stderr)
+    return result
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--seconds", type=float, default=60)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--limit_seconds", type=float, default=3)
+    p.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    p.add_argument("--out", metavar="FILE.json")
+    options = p.parse_args()
+    rounds = [
+        {name: measure_run(name, options) for name in options.runs}
+        for _ in range(options.rounds)
+    ]
+    runs = {}
+    for name in options.runs:
+        results = [r[name] for r in rounds]
+        keys = [key for key in results[0] if key != "rates"]
+        medians = {key: statistics.median(r[key] for r in results) for key in keys}
+        runs[name] = {
+            **{key: round(x, 3) for key, x in medians.items()},
+            "flags": RUNS[name][1],
+            "rounds": results,
+        }
+    print("| run | steps/s | limit | share | learner us | others us | peak MB |")
+    print("|---|---|---|---|---|---|---|")
+    for name, run in runs.items():
+        of_limit = (
+            f"{run['limit']:,.0f} | {run['share']:.2f}" if "limit" in run else "|"
+        )
+        print(
+            f"| {name} | {run['steps_per_second']:,.0f} | {of_limit} | "
+            f"{run['learner_us']:,.0f} | {run['others_us']:,.0f} | "
+            f"{run['peak_mb']:,.0f} |"
+        )
+    data = {
+        "seconds": options.seconds,
+        "runs": runs,
+        "machine": experiment.meta(polybeast.parser().parse_args([])),
+    }
+    if options.out:
+        pathlib.Path(options.out).write_text(json.dumps(data, indent=1) + "\n")
+    else:
+        print(json.dumps(data))
+
+
+if __name__ == "__main__":
+    main()

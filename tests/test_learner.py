@@ -1,0 +1,140 @@
+"""What both scripts do with a network: gradients in slices, precisions, weights."""
+
+import threading
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import environment
+import learner
+import polybeast
+from environment import map_structure
+from learner import PublishedWeights
+
+CPU = torch.device("cpu")
+T, B = 5, 6
+
+
+class Image(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+
+def learn(*args, env=None, prepare=lambda net: None):
+    """(statistics, gradients) of one update on random rollouts."""
+    flags = polybeast.parser().parse_args(["--net", "shallow", *args])
+    env = environment.Environment([env or Image()])
+    torch.manual_seed(0)
+    net = polybeast.create_net(flags, env)
+    prepare(net)
+    optimizer, scheduler = learner.create_optimizer(flags, net)
+    step = map_structure(torch.as_tensor, env.initial(0))
+    batch = map_structure(
+        lambda x: x.new_zeros(T + 1, B, *x.shape[1:]).random_(0, 2), step
+    )
+    observation = batch["observation"]
+    batch["observation"] = torch.randint(256, observation.shape, dtype=torch.uint8)
+    batch["policy_logits"] = torch.randn(T, B, 3)
+    batch["action"] = torch.randint(3, (T, B))
+    batch["core_state"] = map_structure(
+        lambda x: torch.randn(x.shape), net.initial_state(B)
+    )
+    stats = polybeast.learn(flags, net, optimizer, scheduler, batch)
+    return stats, {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
+@pytest.mark.parametrize("rollouts", [1, 4])
+def test_the_gradients_of_slices_add_up_to_the_batchs(
+    reduction, lstm, rollouts, monkeypatch
+):
+    args = ["--loss_reduction", reduction, "--grad_norm_clipping", "1e9", *lstm]
+    monkeypatch.setattr(learner, "SLICE_STEPS", B * (T + 1))
+    whole = learn(*args)
+    monkeypatch.setattr(learner, "SLICE_STEPS", rollouts * (T + 1))
+    sliced = learn(*args)
+    for one, other in zip(whole, sliced):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_changes_losses_and_gradients_by_a_few_percent_at_most():
+    stats, gradients = learn()
+    reduced_stats, reduced_gradients = learn("--precision", "bfloat16")
+    assert stats["total_loss"] != reduced_stats["total_loss"]  # It does something.
+    for name in stats:
+        torch.testing.assert_close(
+            reduced_stats[name], stats[name], rtol=0.03, atol=0.03
+        )
+    for name, gradient in gradients.items():
+        assert reduced_gradients[name].dtype == torch.float32
+        error = (reduced_gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 0.1, name
+
+
+def test_a_compiled_network_learns_the_same():
+    stats, gradients = learn()
+    compiled = []
+
+    def compile(net):
+        net.compile()
+        compiled.append(net)
+
+    compiled_stats, compiled_gradients = learn(prepare=compile)
+    assert compiled[0]._compiled_call_impl is not None
+    for one, other in ((stats, compiled_stats), (gradients, compiled_gradients)):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
+
+
+def test_weights_are_never_fetched_half_published():
+    def net(value):
+        layers = nn.Sequential(*(nn.Linear(200, 200) for _ in range(5)))
+        for parameter in layers.parameters():
+            nn.init.constant_(parameter, value)
+        return layers
+
+    published = PublishedWeights(net(0), CPU)
+    done = threading.Event()
+
+    def publish():
+        for version in range(1, 300):
+            published.publish(net(version), version)
+        done.set()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    model, version, seen = net(-1), None, set()
+    while not done.is_set():
+        version = published.fetch(model, version)
+        values = {
+            float(x) for p in model.state_dict().values() for x in (p.min(), p.max())
+        }
+        assert values == {float(version)}
+        seen.add(version)
+    thread.join()
+    assert len(seen) > 1
+
+
+def test_published_weights_are_not_the_models():
+    model = nn.Linear(1, 1)
+    published = PublishedWeights(model, CPU)
+    weight = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+    other = nn.Linear(1, 1)
+    assert published.fetch(other) == 0
+    torch.testing.assert_close(other.weight.detach(), weight)
+    published.publish(model, 1)
+    torch.testing.assert_close(other.weight.detach(), weight)
+    assert published.fetch(other, 1) == 1  # It says that it has them.
+    torch.testing.assert_close(other.weight.detach(), weight)
+    assert published.fetch(other, 0) == 1
+    torch.testing.assert_close(other.weight, model.weight)
