@@ -10,7 +10,8 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong poly test csrc-test proto fuzz wheel lint format bench clean
+.PHONY: help setup pong poly test csrc-test proto fuzz wheel lint format bench gpu-bundle \
+	clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
@@ -20,6 +21,7 @@ help:
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
 	@echo "make fuzz    FUZZ_SECONDS (60) of random messages"
 	@echo "make bench   steps per second of this machine"
+	@echo "make gpu-bundle  what benchmarks/gpu.sh needs on a machine without a network"
 	@echo "make lint    what CI checks of the style; make format mends it"
 	@echo "make clean   removes $(VENV) and everything built"
 
@@ -70,6 +72,20 @@ wheel: $(VENV)/.dev $(VENV)/.system
 	done
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(python) -m auditwheel repair \
 		--wheel-dir dist build/wheels/*.whl
+
+# All that benchmarks/gpu.sh needs on a machine with Python 3.12, PyTorch and no network.
+# OpenCV and matplotlib are left out: 60 MB are enough.
+gpu-bundle: $(VENV)/.dev
+	rm -rf dist/gpu
+	$(MAKE) --no-print-directory wheel PYTHONS=python3.12
+	mkdir -p dist/gpu build
+	cp dist/torchbeast-*-cp312-*.whl dist/gpu
+	grep -vE '^(torch|opencv)' requirements.txt > build/gpu-requirements.txt
+	grep '^pytest' requirements-dev.txt >> build/gpu-requirements.txt
+	$(python) -m pip download --quiet --disable-pip-version-check --dest dist/gpu \
+		--only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
+		--platform manylinux_2_28_x86_64 --requirement build/gpu-requirements.txt
+	du -sh dist/gpu
 
 bench: setup
 	$(python) benchmarks/throughput.py $(ARGS)

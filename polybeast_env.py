@@ -11,6 +11,7 @@ E is the number of environments of a stream.
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -135,10 +136,9 @@ def encode_spec(nest):
     return pb.Spec(structure=encode_structure(nest), arrays=arrays)
 
 
-def encode_arrays(nest):
-    return pb.Arrays(
-        data=[np.asarray(x).tobytes() for _, x in environment.leaves(nest)]
-    )
+def encode_arrays(nest, arrays):
+    """Into the message. (A message that is put into another is copied.)"""
+    arrays.data.extend(np.asarray(x).tobytes() for _, x in environment.leaves(nest))
 
 
 # A server.
@@ -186,14 +186,17 @@ class EnvironmentServer:
             env = create_env(self.flags, self.flags.envs_per_server)
             seed = hello.seed if self.flags.seed is None else self.flags.seed
             step = env.initial(seed)
-            welcome = self._welcome(env, step)
-            yield pb.Response(welcome=welcome, step=encode_arrays(step))
+            response = pb.Response(welcome=self._welcome(env, step))
+            encode_arrays(step, response.step)
+            yield response
             shape = (env.num_envs, *env.action_shape)
             for request in requests:
                 action = self._action(request, shape, env.num_actions)
                 step = env.step(action)
                 stats.add(step)
-                yield pb.Response(step=encode_arrays(step))
+                response = pb.Response()
+                encode_arrays(step, response.step)
+                yield response
         except GeneratorExit:  # The learner is gone.
             raise
         except Exception as e:
@@ -225,7 +228,7 @@ class EnvironmentServer:
     def _action(self, request, shape, num_actions):
         """The action [E, ...] int64 of a request. Refused if there is none in it."""
         data = request.action.data
-        size = 8 * int(np.prod(shape))
+        size = 8 * math.prod(shape)
         if len(data) != 1 or len(data[0]) != size:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -233,7 +236,7 @@ class EnvironmentServer:
                 f"int64 {list(shape)}",
             )
         action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
-        if (action < 0).any() or (action >= np.asarray(num_actions)).any():
+        if action.min() < 0 or not (action < num_actions).all():
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"the action {action.tolist()} is out of bounds, expected 0 to less "

@@ -159,12 +159,15 @@ def from_importance_weights(
     deltas = _where(mask, _clip(rhos, clip_rho_threshold) * td_errors)
     decays = _where(mask, discounts * cs)
 
-    acc = torch.zeros_like(bootstrap_value)  # [B] v_{s+1} - V(x_{s+1})
-    vs_minus_values = torch.empty_like(values)
-    for s in reversed(range(len(values))):
-        acc = deltas[s] + decays[s] * acc
-        vs_minus_values[s] = acc
-    vs = values + vs_minus_values
+    # acc_s = delta_s + decay_s * acc_{s+1}, with acc_s = v_s - V(x_s), is a scan: after
+    # each round acc_s has the terms of twice as many steps. log2(T) rounds over [T, B]
+    # instead of T tiny ones, of which each would be several launches on a GPU.
+    acc, k = deltas, 1
+    while k < len(values):
+        acc = torch.cat([acc[:-k] + decays[: len(acc) - k] * acc[k:], acc[-k:]])
+        decays = decays[:-k] * decays[k:]  # Of 2 * k steps; only whole ones.
+        k *= 2
+    vs = values + acc
 
     next_vs = torch.cat([vs[1:], bootstrap_value[None]])
     advantages = _clip(rhos, clip_pg_rho_threshold) * (

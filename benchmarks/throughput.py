@@ -34,6 +34,7 @@ WARM_UP_S = 10
 PONG = ["--env", "PongNoFrameskip-v4"]
 MOCK = ["--env", "benchmarks.mock:Mock-v0"]
 ONE = ["--envs_per_server", "1"]
+LARGE = ["--batch_size", "32"]  # The paper's: small updates are mostly Python.
 
 # Name: (program, its flags, flags of servers started for it, streams to each of them).
 RUNS = {
@@ -41,14 +42,14 @@ RUNS = {
     "PolyBeast, shallow": ("polybeast", [*PONG, "--net", "shallow"], None, 0),
     "PolyBeast, deep": ("polybeast", PONG, None, 0),
     "PolyBeast, deep, TCP": ("polybeast", PONG, PONG, 1),
-    "mock, 4 streams of 1": ("mock", ["--num_servers", "4", *ONE], None, 0),
+    "mock, 4 streams of 1": ("mock", ["--num_servers", "4", *ONE, *LARGE], None, 0),
     "mock, 4 streams of 16": (
         "mock",
-        ["--num_servers", "4", "--envs_per_server", "16"],
+        ["--num_servers", "4", "--envs_per_server", "16", *LARGE],
         None,
         0,
     ),
-    "mock, 64 streams of 1": ("mock", [], [*MOCK, "--num_servers", "4", *ONE], 16),
+    "mock, 64 streams of 1": ("mock", LARGE, [*MOCK, "--num_servers", "4", *ONE], 16),
 }
 
 

@@ -26,12 +26,12 @@ class Image(gymnasium.Env):
         return self.observation_space.sample(), {}
 
 
-def learn(*args, env=None, prepare=lambda net: None):
+def learn(*args, prepare=lambda net: None, device="cpu"):
     """(statistics, gradients) of one update on random rollouts."""
     flags = polybeast.parser().parse_args(["--net", "shallow", *args])
-    env = environment.Environment([env or Image()])
+    env = environment.Environment([Image()])
     torch.manual_seed(0)
-    net = polybeast.create_net(flags, env)
+    net = polybeast.create_net(flags, env).to(device)
     prepare(net)
     optimizer, scheduler = learner.create_optimizer(flags, net)
     step = map_structure(torch.as_tensor, env.initial(0))
@@ -45,6 +45,7 @@ def learn(*args, env=None, prepare=lambda net: None):
     batch["core_state"] = map_structure(
         lambda x: torch.randn(x.shape), net.initial_state(B)
     )
+    batch = map_structure(lambda x: x.to(device), batch)
     stats = polybeast.learn(flags, net, optimizer, scheduler, batch)
     return stats, {name: p.grad for name, p in net.named_parameters()}
 

@@ -1,0 +1,103 @@
+"""What needs a GPU. pytest does not find it by itself: see benchmarks/gpu.sh."""
+
+import numpy as np
+import pytest
+import torch
+
+import learner
+import polybeast
+from learner import PublishedWeights
+from tests import test_learner
+from tests.programs import read_logs, run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+CUDA = torch.device("cuda:0")
+
+
+def update(device, *args):
+    """Statistics and gradients of one update, as float32 on the CPU."""
+    stats, gradients = test_learner.learn(*args, device=device)
+    return tuple(
+        {name: x.float().cpu() for name, x in part.items()}
+        for part in (stats, gradients)
+    )
+
+
+@pytest.mark.parametrize("args", [[], ["--use_lstm"], ["--net", "deep"]])
+def test_an_update_on_the_gpu_equals_one_on_the_cpu(args):
+    for one, other in zip(update("cpu", *args), update("cuda", *args)):
+        for name in one:
+            error = (one[name] - other[name]).norm() / one[name].norm()
+            assert error < 0.01, name
+
+
+def test_bfloat16_on_the_gpu_changes_losses_by_a_few_percent_at_most():
+    one, _ = update("cuda")
+    other, _ = update("cuda", "--precision", "bfloat16")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0.05, atol=0.05)
+
+
+def test_weights_published_while_others_fetch_are_whole():
+    model = torch.nn.Linear(2000, 2000).to(CUDA)
+    published = PublishedWeights(model, CUDA)
+    reader = torch.nn.Linear(2000, 2000).to(CUDA)
+    with learner.own_stream(CUDA):
+        for version in range(1, 200):
+            with torch.cuda.stream(torch.cuda.default_stream(CUDA)), torch.no_grad():
+                model.weight.fill_(version)
+                published.publish(model, version)
+            assert published.fetch(reader, version - 1) == version
+            weight = reader.weight
+            assert weight.min().item() == weight.max().item() == version
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--precision", "bfloat16"],
+        ["--compile"],
+        ["--actor_device", "cpu"],
+        ["--learner_device", "cpu", "--actor_device", "cuda"],
+        ["--use_lstm", "--num_inference_threads", 3, "--num_learner_threads", 3],
+    ],
+    ids=" ".join,
+)
+def test_a_run_on_the_gpu_trains(args, tmp_path):
+    args = [*args, "--env", "PongNoFrameskip-v4", "--total_steps", 8000, "--xpid", "x"]
+    result = run(*args, "--savedir", tmp_path, module="polybeast")
+    assert result.returncode == 0, result.stderr
+    rows = read_logs(tmp_path / "x")
+    assert int(rows[-1]["step"]) == 8000
+    assert all(np.isfinite(float(row["total_loss"])) for row in rows)
+
+
+def test_monobeast_learns_on_the_gpu(tmp_path):
+    args = ["--env", "CartPole-v1", "--total_steps", 100_000, "--xpid", "x"]
+    result = run(*args, "--savedir", tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = [r for r in read_logs(tmp_path / "x") if r["episode_return"]]
+    assert max(float(row["episode_return"]) for row in rows) > 100
+
+
+def test_a_batch_is_on_the_device_when_to_device_returns():
+    batch = {"x": torch.arange(10**7).pin_memory(), "core_state": ()}
+    moved = learner.to_device(batch, CUDA)
+    torch.testing.assert_close(moved["x"].cpu(), batch["x"])
+    back = learner.to_host(moved, CUDA)
+    torch.testing.assert_close(back["x"], batch["x"])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_update(tmp_path):
+    env = "tests.faulty_envs:NaNReward-v0"
+    result = run("--env", env, "--savedir", tmp_path, "--xpid", "x", module="polybeast")
+    assert result.returncode == 1
+    assert "is nan" in result.stderr or "not finite" in result.stderr
+
+
+def test_defaults_use_the_gpu_for_both():
+    flags = polybeast.parser().parse_args([])
+    polybeast.set_defaults(flags)
+    assert flags.learner_device == flags.actor_device == "cuda"
+    assert flags.num_learner_threads == flags.num_inference_threads == 2
