@@ -152,8 +152,10 @@ class Rollout {
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
 //             that wait for the batcher or the queue end when these are served or
 //             closed: close them, too.
-//   add(), remove(), status(), stage_seconds()   any thread, any time; never block for
-//             long.
+//   add(), remove(), status(), delivered(), stage_seconds()   any thread, any time;
+//             never block for long.
+//
+// All actors together deliver exactly max_rollouts, and then wait for stop().
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
 // 0.1 s and up to 10 s if it goes on failing. An actor ends for good when the batcher
@@ -164,11 +166,13 @@ class ActorPool {
     int64_t unroll_length = 20;
     int64_t seed = 0;
     double connect_timeout_s = 60;
+    int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
   };
 
   struct Status {
+    int64_t stream = 0;  // Counted as they are added: tells those of an address apart.
     std::string address;
     std::string state;  // "connecting", "running", "waiting to reconnect" or "ended".
     int64_t num_envs = 0;
@@ -197,6 +201,11 @@ class ActorPool {
       throw std::invalid_argument("unroll_length is " +
                                   std::to_string(options_.unroll_length) +
                                   ", expected at least 1");
+    }
+    if (options_.max_rollouts < 0) {
+      throw std::invalid_argument("max_rollouts is " +
+                                  std::to_string(options_.max_rollouts) +
+                                  ", expected at least 0");
     }
     for (const Array& array : initial_state_.leaves) {
       if (array.shape.rank() < 2 || array.shape[1] != 1) {
@@ -259,10 +268,18 @@ class ActorPool {
   void add(const std::string& address) {
     std::lock_guard<std::mutex> lock(mu_);
     if (stopping_) return;
+    // Servers may come and go for weeks. A thread that has set "ended" is as good as
+    // joined.
+    actors_.remove_if([](Actor& actor) {
+      if (!actor.removed || actor.status.state != "ended") return false;
+      actor.thread.join();
+      return true;
+    });
     Actor& actor = actors_.emplace_back();
+    actor.status.stream = num_added_++;
     actor.status.address = address;
     actor.status.state = "connecting";
-    actor.seed = options_.seed + num_added_++;
+    actor.seed = options_.seed + actor.status.stream;
     if (running_) start(&actor);
   }
 
@@ -297,6 +314,12 @@ class ActorPool {
     return result;
   }
 
+  // Rollouts that went into the queue, or wait to; those of removed actors included.
+  [[nodiscard]] int64_t delivered() const {
+    std::lock_guard<std::mutex> lock(mu_);
+    return delivered_;
+  }
+
  private:
   struct Actor {  // All but seed and thread guarded by mu_.
     Status status;
@@ -324,7 +347,7 @@ class ActorPool {
   }
 
   void join() {
-    // Nothing is added any more, and elements of a list stay where they are.
+    // Nothing is added any more, so the list stays as it is.
     for (Actor& actor : actors_) {
       if (actor.thread.joinable()) actor.thread.join();
     }
@@ -467,9 +490,7 @@ class ActorPool {
       }
       const auto filled_at = Clock::now();
       for (int64_t e = 0; e < num_envs; ++e) {
-        learner_queue_->enqueue(rollout.of_environment(e, initial_core_state), {});
-        std::lock_guard<std::mutex> lock(mu_);
-        ++actor->status.rollouts;
+        deliver(actor, rollout.of_environment(e, initial_core_state));
       }
       {
         std::lock_guard<std::mutex> lock(mu_);
@@ -478,6 +499,28 @@ class ActorPool {
       }
       rollout.begin_next();
     }
+  }
+
+  void deliver(Actor* actor, const Nest<Array>& rollout) {
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      wait(&lock, &changed_, nullptr, std::nullopt,
+           [&] { return ends(*actor) || delivered_ < options_.max_rollouts; });
+      if (ends(*actor)) throw Closed("the actor ends");
+      ++delivered_;  // Not later: only one may be the last.
+    }
+    try {
+      learner_queue_->enqueue(rollout, {});
+    } catch (...) {
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        --delivered_;
+      }
+      changed_.notify_all();
+      throw;
+    }
+    std::lock_guard<std::mutex> lock(mu_);
+    ++actor->status.rollouts;
   }
 
   // What the agent answered, taken apart. Throws invalid_argument if it is not
@@ -604,10 +647,12 @@ class ActorPool {
   const Nest<Array> initial_state_;
 
   mutable std::mutex mu_;
-  std::condition_variable changed_;  // stopping_, reached_ or a `removed` is set.
-  std::list<Actor> actors_;          // Guarded by mu_. Only grows.
+  std::condition_variable changed_;  // stopping_, reached_ or an actor's `removed` is
+                                     // set, or delivered_ shrank.
+  std::list<Actor> actors_;          // Guarded by mu_. Shrinks only in add().
   StageSeconds stage_seconds_;       // Guarded by mu_.
   int64_t num_added_ = 0;            // Guarded by mu_.
+  int64_t delivered_ = 0;            // Guarded by mu_. At most max_rollouts.
   bool running_ = false;             // Guarded by mu_.
   bool stopping_ = false;            // Guarded by mu_.
   bool reached_ = false;             // Guarded by mu_. A server has answered.

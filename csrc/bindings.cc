@@ -478,14 +478,16 @@ Args:
         refused. Not compared if empty.
     seed: of the first stream's environments; the others count up.
     connect_timeout_s: run() raises if no server could be reached in that time.
+    max_rollouts: all streams together deliver exactly so many, and then wait for
+        stop(). None: without end.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")
       .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
                        std::shared_ptr<DynamicBatcher> inference_batcher,
                        const std::vector<std::string>& addresses,
                        const py::object& initial_state, std::string observation_space,
-                       std::string action_space, int64_t seed,
-                       double connect_timeout_s) {
+                       std::string action_space, int64_t seed, double connect_timeout_s,
+                       std::optional<int64_t> max_rollouts) {
              // Copied: actors are threads without the GIL.
              const Nest<Array> state =
                  to_arrays(initial_state).map([](const Array& array) {
@@ -495,16 +497,18 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                    return owned;
                  });
              return std::make_unique<ActorPool>(
-                 ActorPool::Options{unroll_length, seed, connect_timeout_s,
-                                    std::move(observation_space),
-                                    std::move(action_space)},
+                 ActorPool::Options{
+                     unroll_length, seed, connect_timeout_s,
+                     max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
+                     std::move(observation_space), std::move(action_space)},
                  std::move(learner_queue), std::move(inference_batcher), addresses,
                  state);
            }),
            py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
            py::arg("observation_space") = "", py::arg("action_space") = "",
-           py::arg("seed") = 0, py::arg("connect_timeout_s") = 60)
+           py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
+           py::arg("max_rollouts") = py::none())
       .def(
           "run",
           [](ActorPool& self) {
@@ -532,17 +536,21 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
             py::list result;
             for (const ActorPool::Status& s : self.status()) {
               result.append(
-                  py::dict(py::arg("address") = s.address, py::arg("state") = s.state,
-                           py::arg("num_envs") = s.num_envs, py::arg("steps") = s.steps,
-                           py::arg("rollouts") = s.rollouts,
+                  py::dict(py::arg("stream") = s.stream, py::arg("address") = s.address,
+                           py::arg("state") = s.state, py::arg("num_envs") = s.num_envs,
+                           py::arg("steps") = s.steps, py::arg("rollouts") = s.rollouts,
                            py::arg("reconnects") = s.reconnects,
                            py::arg("last_error") = decode(s.last_error)));
             }
             return result;
           },
-          "A dict for each stream: address, state, num_envs, steps, rollouts, "
-          "reconnects,\n"
-          "last_error in the server's words.")
+          "A dict for each stream: stream (its number), address, state, num_envs, "
+          "steps,\n"
+          "rollouts, reconnects, last_error in the server's words.")
+      .def("delivered", &ActorPool::delivered,
+           "Rollouts that went into learner_queue, or wait to; those of removed "
+           "streams\n"
+           "included.")
       .def(
           "stage_seconds",
           [](const ActorPool& self) {

@@ -237,6 +237,76 @@ def test_servers_come_and_go_at_run_time():
         learner.wait_for(lambda: learner.status()[two]["rollouts"] > before + 5)
 
 
+def test_streams_to_one_address_are_told_apart_and_removed_together():
+    with server() as (address, _), Learner([address] * 3) as learner:
+        learner.drain()
+        assert [s["stream"] for s in learner.pool.status()] == [0, 1, 2]
+        assert learner.pool.remove(address)
+        assert learner.pool.status() == []
+        learner.pool.add(address)
+        assert [s["stream"] for s in learner.pool.status()] == [3]
+        learner.wait_for(lambda: learner.status()[address]["rollouts"] > 3)
+
+
+def test_threads_of_removed_streams_do_not_pile_up():
+    def num_threads():
+        return len(os.listdir("/proc/self/task"))
+
+    with server() as (address, _), Learner([address]) as learner:
+        learner.drain()
+        for _ in range(3):
+            learner.wait_for(lambda: learner.status()[address]["rollouts"] > 3)
+            assert learner.pool.remove(address)
+            learner.pool.add(address)
+        learner.wait_for(lambda: learner.status()[address]["rollouts"] > 3)
+        before = num_threads()
+        for _ in range(30):
+            assert learner.pool.remove(address)
+            learner.pool.add(address)
+        learner.wait_for(lambda: learner.status()[address]["rollouts"] > 3)
+        learner.wait_for(lambda: num_threads() <= before + 5)
+
+
+@pytest.mark.parametrize("max_rollouts", [0, 1, 50])
+def test_streams_together_deliver_exactly_what_is_asked_for(max_rollouts):
+    with server(3) as (address, _):
+        with Learner([address] * 3, max_rollouts=max_rollouts) as learner:
+            learner.rollouts(max_rollouts)
+            # All of them are at work on a rollout that nobody asked for, or wait.
+            learner.wait_for(
+                lambda: all(
+                    s["steps"] >= 3 * T and s["steps"] % (3 * T) == 0
+                    for s in learner.pool.status()
+                )
+            )
+            assert learner.pool.delivered() == max_rollouts
+            assert sum(s["rollouts"] for s in learner.pool.status()) == max_rollouts
+        assert learner.pool.delivered() == max_rollouts
+        assert learner.queue.size() == 0
+
+
+def test_what_removed_streams_delivered_counts():
+    with server() as (one, _), server() as (two, _):
+        with Learner([one], max_rollouts=40) as learner:
+            learner.rollouts(10)
+            learner.pool.remove(one)
+            learner.pool.add(two)
+            learner.rollouts(30)
+            assert learner.pool.delivered() == 40
+            assert learner.status()[two]["rollouts"] < 40
+
+
+def test_a_rollout_that_the_queue_refuses_is_not_counted():
+    with server() as (address, _):
+        learner = Learner([address], max_rollouts=1)
+        learner.queue.enqueue({"unlike a rollout": torch.zeros(1, 1)})
+        with learner:
+            # Twice: the first one has given its place back.
+            learner.wait_for(lambda: learner.status()[address]["reconnects"] == 2)
+            assert "unlike a rollout" in learner.status()[address]["last_error"]
+        assert learner.pool.delivered() == 0
+
+
 def test_a_server_gone_for_a_while_is_taken_up_again():
     with Learner([], connect_timeout_s=60) as learner:
         learner.drain()
@@ -332,6 +402,7 @@ def test_outputs_that_change_on_the_way_are_refused():
     ("kwargs", "message"),
     [
         ({"unroll_length": 0}, "unroll_length is 0"),
+        ({"max_rollouts": -1}, "max_rollouts is -1, expected at least 0"),
         ({"initial_state": torch.zeros(3)}, "initial_state has shape"),
         ({"initial_state": torch.zeros(1, 2, 3)}, "initial_state has shape"),
     ],
