@@ -247,6 +247,13 @@ class Learner:
         self.weights.publish(self.model, self.updates)
 
     @property
+    def rollouts_left(self):
+        """How many are learned from until --total_steps."""
+        steps = max(0, self.flags.total_steps - self.run.step)
+        updates = math.ceil(steps / steps_per_update(self.flags))
+        return updates * self.flags.batch_size
+
+    @property
     def finished(self):
         step = self.run.step
         if self._unread is not None:

@@ -2,6 +2,7 @@
 
     python -m polybeast --env PongNoFrameskip-v4
     python -m polybeast --server_addresses host1:50051,host2:50051
+    python -m polybeast --server_addresses @hosts.txt
 
 Read it top to bottom: flags, Net, inference(), learn(), train(), test(). Environments
 are in polybeast_env.py.
@@ -31,6 +32,7 @@ from torch import nn
 import experiment
 import play
 import polybeast_env
+import streams
 import vtrace
 from command_line import Parser, keep_freed_memory, log, number, setup_logging
 from encoders import autocast, initialize, make_encoder
@@ -61,7 +63,8 @@ def parser():
     g = p.add_argument_group("environment servers")
     g.add_argument("--server_addresses", metavar="HOST:PORT,...",
                    help="of running servers (python -m polybeast_env), or unix:PATH; "
-                   "one stream each (default: starts servers of its own)")
+                   "one stream each; @FILE: one a line, read again when it changes "
+                   "(default: starts servers of its own)")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
                    help="servers of its own (default: one per core)")
     g.add_argument("--envs_per_server", type=number(int, 1), metavar="E",
@@ -288,8 +291,8 @@ def train(flags):
         raise BadInput(str(e)) from e
     if flags.video:
         raise BadInput("--video goes with --mode test")
-    if flags.server_addresses is not None and not flags.server_addresses.strip():
-        raise BadInput("--server_addresses is empty, expected HOST:PORT,...")
+    if flags.server_addresses is not None:
+        streams.addresses(flags.server_addresses)
     flags.seed = experiment.set_seed(flags.seed)
     device = experiment.get_device(flags, "learner_device")
     actor_device = experiment.get_device(flags, "actor_device")
@@ -334,6 +337,7 @@ def train(flags):
                 # The episodes of a resumed run are not those of its first session.
                 seed=experiment.derive_seed(flags.seed, run.step),
                 connect_timeout_s=flags.connect_timeout_seconds,
+                max_rollouts=learner.rollouts_left,
             )
             log.info(
                 "%s: %d streams, learner on %s, inference on %s; results in %s",
@@ -377,12 +381,13 @@ def train(flags):
 def server_addresses(flags, servers, stack):
     """Those of --server_addresses, or of servers started for this run."""
     if flags.server_addresses is not None:
-        return [address.strip() for address in flags.server_addresses.split(",")]
+        return streams.addresses(flags.server_addresses)
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbeast-"))
     first = f"unix:{directory}/server"
     addresses = polybeast_env.addresses(first, flags.num_servers)
     # The learner seeds its streams.
-    servers.start(argparse.Namespace(**{**vars(flags), "seed": None}), addresses)
+    flags = argparse.Namespace(**{**vars(flags), "seed": None})
+    servers.start(flags, addresses, directory)
     return addresses
 
 
@@ -395,6 +400,8 @@ def train_with_servers(
     update_lock = threading.Lock()  # One thread updates the weights.
     stop = threading.Event()
     errors = []
+    watched_streams = streams.Streams(actors, learner.flags.server_addresses)
+    updates_before = learner.run.updates
 
     def act():
         try:
@@ -438,9 +445,10 @@ def train_with_servers(
         for thread in threads:
             thread.start()
         # A handler may not set an Event that this thread may be waiting for.
-        while not stop.wait(0.2):
+        while not learner.finished and not stop.wait(0.2):
             signals.check()
             servers.restart_ended()
+            watched_streams.check()
     finally:
         stop.set()
         actors.stop()
@@ -449,6 +457,12 @@ def train_with_servers(
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+        updates = learner.run.updates - updates_before
+        log.info(
+            "rollouts: %d delivered, %d learned from",
+            actors.delivered(),
+            updates * learner.flags.batch_size,
+        )
     if errors:
         raise errors[0]
 

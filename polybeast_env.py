@@ -14,6 +14,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -277,9 +278,10 @@ class Statistics:
         log.info("%s: %s", self.peer, text)
 
 
-def serve(flags, address, parent):
+def serve(flags, address, directory, parent):
     """Server process. Serves at the address until its parent closes the other end of
-    the connection, or is gone. Signals are the parent's to handle."""
+    the connection, or is gone; then removes the directory. Signals are the parent's to
+    handle."""
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)
     setup_logging()
@@ -310,6 +312,8 @@ def serve(flags, address, parent):
         parent.recv()
     checks.enter_graceful_shutdown()
     server.stop(grace=1).wait()
+    if directory is not None:  # The parent may not have come to it.
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # Streams that are in an environment's step do not hold this up.
 
 
@@ -319,9 +323,10 @@ def serve(flags, address, parent):
 class Server:
     """One supervised server process."""
 
-    def __init__(self, flags, address):
+    def __init__(self, flags, address, directory):
         self.flags = flags
         self.address = address
+        self.directory = directory
         self.restarts = 0
         self.start()
 
@@ -329,7 +334,9 @@ class Server:
         context = multiprocessing.get_context("spawn")
         self.connection, child = context.Pipe()
         self.process = context.Process(
-            target=serve, args=(self.flags, self.address, child), name=self.address
+            target=serve,
+            args=(self.flags, self.address, self.directory, child),
+            name=self.address,
         )
         self.process.start()
         child.close()
@@ -375,10 +382,13 @@ class Servers:
     def __init__(self):
         self._servers = []
 
-    def start(self, flags, addresses):
-        """Returns when all of them serve. BadInput if one cannot."""
+    def start(self, flags, addresses, directory=None):
+        """Returns when all of them serve. BadInput if one cannot.
+
+        directory: of their sockets, theirs to remove when this process is gone.
+        """
         for address in addresses:
-            self._servers.append(Server(flags, address))
+            self._servers.append(Server(flags, address, directory))
         for server in self._servers:
             server.wait_until_ready()
 
