@@ -400,8 +400,8 @@ def train_with_servers(
     update_lock = threading.Lock()  # One thread updates the weights.
     stop = threading.Event()
     errors = []
-    watched_streams = streams.Streams(actors, learner.flags.server_addresses)
-    updates_before = learner.run.updates
+    watched_streams = streams.Streams(actors, flags.server_addresses)
+    updates_before = learner.updates
 
     def act():
         try:
@@ -457,11 +457,11 @@ def train_with_servers(
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-        updates = learner.run.updates - updates_before
+        updates = learner.updates - updates_before
         log.info(
             "rollouts: %d delivered, %d learned from",
             actors.delivered(),
-            updates * learner.flags.batch_size,
+            updates * flags.batch_size,
         )
     if errors:
         raise errors[0]
