@@ -261,11 +261,10 @@ class Run:
         write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
 
     def busy_cores(self):
-        """Of this machine, by this process and by those children that have ended, on
-        average since start()."""
-        return (processor_seconds() - self._processor_seconds) / (
-            time.monotonic() - self._started
-        )
+        """Of this machine's, by this process and by those children that have ended, on
+        average since start(). (Children's own start counts, too: hence min().)"""
+        used = processor_seconds() - self._processor_seconds
+        return min(num_cores(), used / (time.monotonic() - self._started))
 
     @property
     def elapsed(self):
