@@ -110,8 +110,12 @@ $(VENV)/.run: $(VENV)/.python requirements.txt
 	$(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.run requirements-dev.txt
+# What the examples ask for beyond that is for drawing, or another Gymnasium: --no-deps.
+examples := $(wildcard examples/*/requirements.txt)
+$(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 	$(python) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(python) -m pip install --quiet --disable-pip-version-check --no-deps \
+		$(examples:%=-r %)
 	touch $@
 
 # The C++ part, built in place.

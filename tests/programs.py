@@ -18,11 +18,11 @@ def command(*args, module="monobeast"):
     return [sys.executable, "-m", module, *map(str, args)]
 
 
-def run(*args, module="monobeast", timeout_s=TIMEOUT_S, **kwargs):
+def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, **kwargs):
     """Runs the program to its end. Its output is in .stdout and .stderr."""
     return subprocess.run(
         command(*args, module=module),
-        cwd=ROOT,
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
