@@ -112,7 +112,8 @@ class ImageEncoder(nn.Module):
             x = x.permute(0, 3, 1, 2)
         # From -2 to 2. Between 0 and 1 a ball of a few pixels is lost in the
         # background: the value of Pong was learned four times slower.
-        return self.layers(x.float() / 64 - 2)
+        # (In place: as three new tensors it was a tenth of an update.)
+        return self.layers(x.float().mul_(1 / 64).sub_(2))
 
     def forward(self, x):
         return F.relu(self.fc(self._convolve(x)))

@@ -281,6 +281,12 @@ class Run:
         self.step += num_steps
         self.updates += 1
         for name, x in losses.items():
+            if name not in COLUMNS:
+                raise Stop(
+                    f"learn() returned the statistic {name!r}, expected one of "
+                    "experiment.COLUMNS: say there what it is",
+                    save=False,
+                )
             if not math.isfinite(x):
                 raise Stop(
                     f"{name} is {x} at step {self.step} (update {self.updates}); "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from command_line import log
-from environment import map_structure
+from environment import leaves, map_structure
 from experiment import Stop
 
 
@@ -82,17 +82,19 @@ def create_optimizer(flags, model):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-SLICE_STEPS = 96
+SLICE_BYTES = 96 * 4 * 84 * 84
 
 
 def slices(flags, batch):
     """A batch [T + 1, B, ...] in parts along B: (part, its weight in the batch's loss).
 
-    On a CPU each has about SLICE_STEPS steps, whose activations stay in the cache and
-    take a fraction of the memory. On a GPU there is one.
+    On a CPU each has about SLICE_BYTES of observations, 96 of Atari's, so that what the
+    network makes of them stays in the cache and takes a fraction of the memory. On a
+    GPU there is one.
     """
-    T, B = batch["action"].shape[:2]
-    size = B if batch["action"].is_cuda else max(1, SLICE_STEPS // (T + 1))
+    B = batch["action"].shape[1]
+    num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"])) / B
+    size = B if batch["action"].is_cuda else max(1, int(SLICE_BYTES // num_bytes))
     num_real = (~batch["done"][1:]).sum().clamp(min=1)  # Transitions; see vtrace.py.
     for i in range(0, B, size):
         part = map_structure(lambda x, i=i: x[:, i : i + size], batch)

@@ -57,9 +57,9 @@ def test_the_gradients_of_slices_add_up_to_the_batchs(
     reduction, lstm, rollouts, monkeypatch
 ):
     args = ["--loss_reduction", reduction, "--grad_norm_clipping", "1e9", *lstm]
-    monkeypatch.setattr(learner, "SLICE_STEPS", B * (T + 1))
-    whole = learn(*args)
-    monkeypatch.setattr(learner, "SLICE_STEPS", rollouts * (T + 1))
+    whole = learn(*args)  # 36 observations.
+    size = rollouts * (T + 1) * 4 * 84 * 84
+    monkeypatch.setattr(learner, "SLICE_BYTES", size)
     sliced = learn(*args)
     for one, other in zip(whole, sliced):
         for name in one:
