@@ -293,6 +293,11 @@ def serve(flags, address, directory, parent):
             ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # Learner and server ask each other every 10 s: one that is gone without
+            # a word, as when its host's power fails, is noticed after half a minute.
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ],
     )
     server.add_generic_rpc_handlers([EnvironmentServer(flags).handler()])

@@ -158,8 +158,9 @@ class Rollout {
 // All actors together deliver exactly max_rollouts, and then wait for stop().
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
-// 0.1 s and up to 10 s if it goes on failing. An actor ends for good when the batcher
-// or the queue is closed. Destroy it after run() has returned.
+// 0.1 s and up to 10 s if it goes on failing. So does one whose host has not answered
+// for half a minute; its environments may take as long as they like. An actor ends for
+// good when the batcher or the queue is closed. Destroy it after run() has returned.
 class ActorPool {
  public:
   struct Options {
@@ -400,6 +401,9 @@ class ActorPool {
     // Each attempt connects anew: waiting is done in act().
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+    // A host that is gone without a word, as when its power fails, is noticed.
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
     const auto channel = grpc::CreateCustomChannel(
         actor->status.address, grpc::InsecureChannelCredentials(), arguments);
     const auto stub = protocol::EnvironmentServer::NewStub(channel);

@@ -1,14 +1,17 @@
 """Starts the real programs, as a user would, and looks at what they leave behind."""
 
+import contextlib
 import csv
 import os
 import pathlib
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 
 ROOT = pathlib.Path(__file__).parent.parent
 TIMEOUT_S = 300  # Against hangs; nothing takes a tenth of it.
@@ -34,10 +37,10 @@ def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, **kwargs):
 class Program:
     """The program in the background; wait_for() reads its stderr line by line."""
 
-    def __init__(self, *args, module="monobeast"):
+    def __init__(self, *args, module="monobeast", host=None):
         self.shm_before = shared_memory()
         self.process = subprocess.Popen(
-            command(*args, module=module),
+            [*(host.prefix if host else ()), *command(*args, module=module)],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -143,3 +146,73 @@ def read_logs(path):
     """The rows of logs.csv as dicts of strings."""
     with open(path / "logs.csv", newline="") as f:
         return list(csv.DictReader(f))
+
+
+# Other hosts.
+
+
+class Host:
+    """A network namespace, linked to ours; Program(host=host) runs in it. Where the
+    machine does not allow that, another name for this host."""
+
+    def __init__(self, name=None, ip="127.0.0.1"):
+        self.name = name
+        self.ip = ip
+        self.prefix = ["ip", "netns", "exec", name] if name else []
+
+    def cut_off(self, program):
+        """Nothing goes to the host of this program any more, nor comes from it: as if
+        its power failed."""
+        if self.name:
+            self._ip("link", "set", self.name, "down")
+        else:
+            os.killpg(program.process.pid, signal.SIGSTOP)
+
+    def restore(self, program):
+        if self.name:
+            self._ip("link", "set", self.name, "up")
+        else:
+            os.killpg(program.process.pid, signal.SIGCONT)
+
+    def create(self, our_ip):
+        self._ip("netns", "add", self.name)
+        self._ip("link", "add", self.name, "type", "veth", "peer", "name", "eth0",
+                 "netns", self.name)  # fmt: skip
+        self._ip("addr", "add", f"{our_ip}/30", "dev", self.name)
+        self._ip("link", "set", self.name, "up")
+        inside = ("-n", self.name)
+        self._ip(*inside, "addr", "add", f"{self.ip}/30", "dev", "eth0")
+        self._ip(*inside, "link", "set", "eth0", "up")
+        self._ip(*inside, "link", "set", "lo", "up")
+
+    def delete(self):
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
+
+    @staticmethod
+    def _ip(*args):
+        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def hosts(n):
+    """n of them."""
+    if shutil.which("ip") is None:
+        reason = "iproute2 is not installed"
+    else:
+        # Of the network that is set aside for measurements (RFC 2544).
+        ip = f"198.18.{os.getpid() % 256}"
+        result = [
+            Host(f"beast{os.getpid()}-{i}", f"{ip}.{4 * i + 2}") for i in range(n)
+        ]
+        try:
+            for i, host in enumerate(result):
+                host.create(f"{ip}.{4 * i + 1}")
+            yield result
+            return
+        except subprocess.CalledProcessError as e:
+            reason = e.stderr.strip()
+        finally:
+            for host in result:
+                host.delete()
+    warnings.warn(f"no network namespaces, all on one host: {reason}", stacklevel=1)
+    yield [Host() for _ in range(n)]
