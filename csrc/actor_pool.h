@@ -404,6 +404,7 @@ class ActorPool {
     // A host that is gone without a word, as when its power fails, is noticed.
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+    arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // In a long step, too.
     const auto channel = grpc::CreateCustomChannel(
         actor->status.address, grpc::InsecureChannelCredentials(), arguments);
     const auto stub = protocol::EnvironmentServer::NewStub(channel);
@@ -426,6 +427,16 @@ class ActorPool {
   using Stream =
       grpc::ClientReaderWriterInterface<protocol::Request, protocol::Response>;
 
+  // False if the other side has ended the stream. Throws if it has sent what is no
+  // message: Read() returns false then, too, but Finish() would wait for the end.
+  static bool read(Stream* stream, protocol::Response* response) {
+    constexpr int32_t kUnread = std::numeric_limits<int32_t>::min();
+    response->mutable_welcome()->set_version(kUnread);  // Parsing begins with Clear().
+    if (stream->Read(response)) return true;
+    if (response->welcome().version() == kUnread) return false;
+    throw std::runtime_error("the server sent a message that cannot be parsed");
+  }
+
   // Returns when the other side has ended the stream.
   void converse(Actor* actor, Stream* stream) {
     protocol::Request request;
@@ -435,7 +446,7 @@ class ActorPool {
     request.clear_hello();
 
     const auto response = std::make_shared<protocol::Response>();
-    if (!stream->Read(response.get())) return;
+    if (!read(stream, response.get())) return;
     const protocol::Welcome welcome = response->welcome();
     check(welcome);
     const int64_t num_envs = welcome.num_envs();
@@ -481,7 +492,7 @@ class ActorPool {
         const auto asked_at = Clock::now();
         if (!stream->Write(request)) return;
         step.leaves.clear();
-        if (!stream->Read(response.get())) return;
+        if (!read(stream, response.get())) return;
         const auto answered_at = Clock::now();
         step = decode();
         rollout.write_step(t + 1, step.leaves);

@@ -62,7 +62,7 @@ def test_weights_published_while_others_fetch_are_whole():
         ["--learner_device", "cpu", "--actor_device", "cuda"],
         ["--use_lstm", "--num_inference_threads", 3, "--num_learner_threads", 3],
     ],
-    ids=" ".join,
+    ids=lambda args: " ".join(map(str, args)),
 )
 def test_a_run_on_the_gpu_trains(args, tmp_path):
     args = [*args, "--env", "PongNoFrameskip-v4", "--total_steps", 8000, "--xpid", "x"]
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_update(tmp_path):
     env = "tests.faulty_envs:NaNReward-v0"
     result = run("--env", env, "--savedir", tmp_path, "--xpid", "x", module="polybeast")
     assert result.returncode == 1
-    assert "is nan" in result.stderr or "not finite" in result.stderr
+    assert "is nan" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_defaults_use_the_gpu_for_both():

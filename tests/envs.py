@@ -4,6 +4,7 @@
     torchbeast/Memory-v0    recurrent state: no network without one beats a return of 0
     torchbeast/Bandit-v0    an action that depends on what is seen, and nothing else
     torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
+    torchbeast/Mock-v0      none, it costs nothing: for tests of everything around it
 
 Importing this module registers them; gymnasium.make("tests.envs:torchbeast/Catch-v0")
 imports it.
@@ -12,6 +13,7 @@ imports it.
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 
 class Catch(gymnasium.Env):
@@ -161,6 +163,51 @@ class Counter(gymnasium.Env):
         return np.array([self.total, self.episode, self.t], np.int64)
 
 
+class Mock(gymnasium.Env):
+    """Atari's observations, uint8 [84, 84, 4], all of them the same; 6 actions, reward
+    0, episodes of 1,000 steps."""
+
+    observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    action_space = spaces.Discrete(6)
+    length = 1000
+
+    def __init__(self):
+        self.observation = np.random.default_rng(1).integers(
+            256, size=(84, 84, 4), dtype=np.uint8
+        )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observation.copy(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.observation.copy(), 0.0, self.t == self.length, False, {}
+
+
+class MockVector(VectorEnv):
+    """Many of them, in step."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(self, num_envs=1):
+        self.num_envs = num_envs
+        self.single_observation_space = Mock.observation_space
+        self.single_action_space = Mock.action_space
+        self.observation = np.stack(num_envs * [Mock().observation])
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self.observation, {}
+
+    def step(self, actions):
+        self.t = (self.t + 1) % (Mock.length + 1)  # After the last comes the first.
+        zeros = np.zeros(self.num_envs)
+        last = np.full(self.num_envs, self.t == Mock.length)
+        return self.observation, zeros, last, np.zeros_like(last), {}
+
+
 for _name in ("Catch", "Memory", "Bandit", "Counter"):
     if f"torchbeast/{_name}-v0" not in gymnasium.registry:
         gymnasium.register(
@@ -168,3 +215,9 @@ for _name in ("Catch", "Memory", "Bandit", "Counter"):
             f"tests.envs:{_name}",
             nondeterministic=_name == "Counter",  # A reset doesn't undo its count.
         )
+if "torchbeast/Mock-v0" not in gymnasium.registry:
+    gymnasium.register(
+        "torchbeast/Mock-v0",
+        "tests.envs:Mock",
+        vector_entry_point="tests.envs:MockVector",
+    )

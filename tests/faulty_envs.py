@@ -43,6 +43,20 @@ class Raises(Base):
         return 1.0
 
 
+class Quick(Base):
+    """Works: a step takes 5 ms."""
+
+    seconds = 0.005
+
+    def reward(self):
+        time.sleep(self.seconds)
+        return 1.0
+
+
+class Slow(Quick):
+    seconds = 0.05
+
+
 class LosesItsServer(Base):
     def reward(self):
         if self.num_steps == 300:
@@ -96,6 +110,8 @@ class Nested(Base):
 for _env in (
     Base,
     Raises,
+    Quick,
+    Slow,
     LosesItsServer,
     NaNReward,
     HugeReward,

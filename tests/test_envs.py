@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from environment import Environment, make
 from tests import envs
 
 
-@pytest.mark.parametrize("name", ["Catch", "Memory", "Bandit", "Counter"])
+@pytest.mark.parametrize("name", ["Catch", "Memory", "Bandit", "Counter", "Mock"])
 def test_small_environments_follow_the_api(name):
     env = gymnasium.make(f"torchbeast/{name}-v0")
     assert env.spec.entry_point == f"tests.envs:{name}"
@@ -23,7 +24,7 @@ def test_small_environments_are_made_without_pytest_and_registered_twice():
     program = """
 import importlib, warnings, gymnasium
 warnings.simplefilter("error")
-for name in ("Catch", "Memory", "Bandit", "Counter"):
+for name in ("Catch", "Memory", "Bandit", "Counter", "Mock"):
     env = gymnasium.make(f"tests.envs:torchbeast/{name}-v0")
     env.reset(seed=0)
     env.step(0)
@@ -117,3 +118,18 @@ def test_bandit_pays_one_arm_of_each_context(nested):
     assert len(arms) == 4
     for context, rewards in arms.items():
         assert rewards == {arm: float(arm == (context + 1) % 4) for arm in range(4)}
+
+
+def test_mock_is_the_same_one_by_one_and_in_step():
+    steps = []
+    for env in (
+        make("torchbeast/Mock-v0", 3),
+        [gymnasium.make("torchbeast/Mock-v0") for _ in range(3)],
+    ):
+        env = Environment(env)
+        steps.append([env.initial(0)])
+        steps[-1] += [env.step([0, 1, 2]) for _ in range(2 * envs.Mock.length + 5)]
+    for one, other in zip(*steps):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)

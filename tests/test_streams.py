@@ -1,0 +1,168 @@
+"""What the learner does about its streams; the pool and the clock are not real."""
+
+import logging
+
+import pytest
+
+import streams
+
+
+class Pool:
+    """As much of an ActorPool as is needed here."""
+
+    def __init__(self, *addresses):
+        self.streams = []
+        self.num_added = 0
+        for address in addresses:
+            self.add(address)
+
+    def add(self, address):
+        self.streams.append(
+            {
+                "stream": self.num_added,
+                "address": address,
+                "state": "running",
+                "reconnects": 0,
+                "last_error": "",
+            }
+        )
+        self.num_added += 1
+
+    def remove(self, address):
+        self.streams = [s for s in self.streams if s["address"] != address]
+
+    def status(self):
+        return [dict(s) for s in self.streams]
+
+    def addresses(self):
+        return sorted(s["address"] for s in self.streams)
+
+
+@pytest.fixture
+def lines():
+    """What was logged, a list that grows."""
+    result = []
+    handler = logging.Handler()
+    handler.emit = lambda record: result.append(record.getMessage())
+    level = streams.log.level
+    streams.log.setLevel(logging.INFO)
+    streams.log.addHandler(handler)
+    yield result
+    streams.log.removeHandler(handler)
+    streams.log.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:1", ["a:1"]),
+        (" a:1 , b:2,a:1,", ["a:1", "b:2", "a:1"]),
+        ("a:1  # one\n\n# b:2, c:3\n d:4,\r\nunix:/x", ["a:1", "d:4", "unix:/x"]),
+        ("# nothing\n,\n", []),
+    ],
+)
+def test_addresses_stand_in_lines_or_between_commas(text, expected):
+    assert streams.parse(text) == expected
+
+
+def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
+    path = tmp_path / "hosts"
+    path.write_text("a\nb\nb\nc")
+    pool = Pool("a", "b", "b", "c")
+    watched = streams.Streams(pool, f"@{path}")
+    watched.check()
+    assert lines == []
+    path.write_text("b\nc\nc\nc\nd\nd")
+    watched.check()
+    assert pool.addresses() == ["b", "c", "c", "c", "d", "d"]
+    assert lines == [
+        f"{path}: a has 0 streams, 1 before",
+        f"{path}: b has 1 streams, 2 before",
+        f"{path}: c has 3 streams, 1 before",
+        f"{path}: d has 2 streams, 0 before",
+    ]
+    watched.check()
+    assert len(lines) == 4
+    assert pool.streams[0]["address"] == "c"  # More of it: the first one stays.
+
+
+def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, lines):
+    path = tmp_path / "hosts"
+    pool = Pool("a")
+    watched = streams.Streams(pool, f"@{path}")
+    for n in (1, 2):
+        for _ in range(5):
+            watched.check()
+        assert len(lines) == n and "No such file or directory" in lines[-1]
+        assert pool.addresses() == ["a"]
+        path.write_text("a")
+        watched.check()
+        path.unlink()
+
+
+def fail(stream, error="Socket closed", state="waiting to reconnect"):
+    stream.update(reconnects=stream["reconnects"] + 1, last_error=error, state=state)
+
+
+def test_a_stream_that_stays_away_is_told_of_ever_more_rarely(monkeypatch, lines):
+    now = 0.0
+    monkeypatch.setattr(streams.time, "monotonic", lambda: now)
+    pool = Pool("a", "b")
+    watched = streams.Streams(pool)
+    told_at = []
+    while now < 1000:
+        if now >= 5 and now % 10 == 0:  # It tries every 10 s.
+            fail(pool.streams[0])
+        watched.check()
+        if len(lines) > len(told_at):
+            told_at.append(now)
+        now += 1
+    assert told_at == [10, 70, 190, 430, 910]
+    pool.streams[0]["state"] = "running"
+    watched.check()
+    watched.check()
+    assert lines[0] == "a: no stream (reconnects: 1): Socket closed"
+    assert lines[5:] == ["a: connected (reconnects: 99)"]
+
+
+def test_a_stream_that_fails_over_and_over_does_not_flood_the_log(monkeypatch, lines):
+    now = 0.0
+    monkeypatch.setattr(streams.time, "monotonic", lambda: now)
+    pool = Pool("a")
+    watched = streams.Streams(pool)
+    while now < 100:
+        fail(pool.streams[0], state="running")  # And is back at once.
+        watched.check()
+        now += 0.2
+    assert 10 <= len(lines) <= 2 * 100 / streams.QUIET_S + 2
+    assert lines[:2] == [
+        "a: no stream (reconnects: 1): Socket closed",
+        "a: connected (reconnects: 2)",
+    ]
+
+
+def test_a_new_stream_to_an_old_address_has_a_log_of_its_own(lines):
+    pool = Pool("a")
+    watched = streams.Streams(pool)
+    fail(pool.streams[0])
+    watched.check()
+    pool.remove("a")
+    pool.add("a")
+    watched.check()
+    assert len(lines) == 1
+    fail(pool.streams[0])
+    watched.check()
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("", ""),
+        ("Traceback:\n  File x\nValueError: no\n\n", "ValueError: no"),
+        ("a\x1b[31m\tb\r", "a?[31m?b"),
+        (5000 * "x", streams.MAX_ERROR_CHARACTERS * "x"),
+    ],
+)
+def test_of_what_a_server_said_the_last_line_is_logged(error, expected):
+    assert streams.last_line(error) == expected
