@@ -62,7 +62,7 @@ COLUMNS = {
     "inference_queue": "the same: no inference thread was free",
     "inference": "the same: the network was evaluated",
     "rollout_queue": "the same: the learner was behind",
-    "learner_wait": "share of the learner's time: it waited for rollouts",
+    "learner_wait": "share of the learner's time: it waited for a batch",
     "update": "the same: it learned",
     "rss_mb": "resident memory of the learner process, MiB",
 }
@@ -157,10 +157,10 @@ def set_defaults(flags):
 def get_device(flags, flag):
     """The torch.device that a flag names. BadInput if it cannot be used."""
     name = getattr(flags, flag)
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", name):
         raise BadInput(f"--{flag} {name}: expected cpu, cuda or cuda:N")
-    device = torch.device(name)
     try:
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:  # Without CUDA: AssertionError.
         raise BadInput(f"--{flag} {name}: {str(e).splitlines()[0]}") from e

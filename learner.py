@@ -3,6 +3,7 @@ log, save.
 """
 
 import contextlib
+import functools
 import math
 import time
 
@@ -28,12 +29,18 @@ def choose_action(policy_logits, greedy=False):
     return flat.view(policy_logits.shape[:-1])
 
 
+@functools.cache
+def copy_stream(device):
+    """One: the memory of copies is kept for the stream that made them."""
+    return torch.cuda.Stream(device)
+
+
 def to_device(nest, device):
     """Its tensors on the device: there, not only on their way."""
     if device.type == "cpu":
         return nest
     # A stream of its own: behind the kernels of an update copies would wait for it.
-    stream = torch.cuda.Stream(device)
+    stream = copy_stream(device)
     with torch.cuda.stream(stream):
         nest = map_structure(lambda x: x.to(device, non_blocking=True), nest)
     stream.synchronize()
@@ -92,9 +99,10 @@ def slices(flags, batch):
     network makes of them stays in the cache and takes a fraction of the memory. On a
     GPU there is one.
     """
-    B = batch["action"].shape[1]
-    num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"])) / B
-    size = B if batch["action"].is_cuda else max(1, int(SLICE_BYTES // num_bytes))
+    size = B = batch["action"].shape[1]
+    if not batch["action"].is_cuda:
+        num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"]))
+        size = max(1, B * SLICE_BYTES // max(1, num_bytes))
     num_real = (~batch["done"][1:]).sum().clamp(min=1)  # Transitions; see vtrace.py.
     for i in range(0, B, size):
         part = map_structure(lambda x, i=i: x[:, i : i + size], batch)
@@ -206,10 +214,10 @@ class Learner:
         if read is None:
             self.flush()
         self.weights.publish(self.model, self.updates)
-        self._idle_since = time.monotonic()
-        self.stage_seconds["update"] += self._idle_since - start
+        self.stage_seconds["update"] += time.monotonic() - start
         if self.run.save_is_due():
             self.save()
+        self._idle_since = time.monotonic()
 
     def flush(self):
         """Counts and logs the last update, once its statistics have come."""

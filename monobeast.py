@@ -100,7 +100,7 @@ def create_env(flags, num_envs, render_mode=None):
             "full_action_space": flags.full_action_space,
             "terminal_on_life_loss": flags.terminal_on_life_loss,
         }
-        if num_envs == 1:
+        if render_mode is not None:
             env = atari_wrappers.make_single(
                 flags.env, render_mode=render_mode, **options
             )

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import encoders
 import experiment
 import play
 import polybeast_env
@@ -351,9 +352,9 @@ def train(flags):
             run.start()
 
             def infer():
-                actor_model = create_net(flags, env).eval()
-                actor_model.to(actor_device, memory_format=torch.channels_last)
                 with own_stream(actor_device):
+                    actor_model = create_net(flags, env).eval()
+                    actor_model.to(actor_device, memory_format=torch.channels_last)
                     inference(inference_batcher, actor_model, weights, actor_device)
 
             train_with_servers(
@@ -422,7 +423,8 @@ def train_with_servers(
     def guarded(body):
         def target():
             # PyTorch counts threads for each thread.
-            torch.set_num_threads(max(1, experiment.num_cores() // 2))
+            learns = threading.current_thread().name.startswith("learner")
+            torch.set_num_threads(num_learner_cores(learner) if learns else 1)
             try:
                 body()
             except Exception as e:
@@ -464,7 +466,17 @@ def train_with_servers(
             updates * flags.batch_size,
         )
     if errors:
+        learner.flush()  # Says it better, if it is the weights that are not finite.
         raise errors[0]
+
+
+def num_learner_cores(learner):
+    """For one update on a CPU: about its share of what a step costs in all, with Atari's
+    environments. (More made the shallow network's runs slower, by a third.)"""
+    blocks = encoders.ResidualBlock
+    deep = any(isinstance(m, blocks) for m in learner.model.modules())
+    cores = (0.75 if deep else 0.45) * experiment.num_cores()
+    return max(1, round(cores / learner.flags.num_learner_threads))
 
 
 # Where the time went.
@@ -484,12 +496,12 @@ def report_stages(flags, run):
     """The stage table, and what to do about the longest stage: lines. After the servers
     have ended."""
     shares = experiment.stage_shares(run.stage_seconds())
-    if not shares:
-        return
+    if "update" not in shares or "inference" not in shares:
+        return  # Nothing was learned.
     for who, stages in zip(("streams", "learner"), experiment.STAGES):
         times = [f"{name} {100 * shares[name]:.0f} %" for name in stages]
         yield f"where the time of {who} went: {', '.join(times)}"
-    slowest = max(experiment.STAGES[0], key=shares.get)
+    slowest = max(experiment.STAGES[0], key=lambda name: shares[name])
     busy, cores = run.busy_cores(), experiment.num_cores()
     if busy > 0.8 * cores:
         slowest = "cores"

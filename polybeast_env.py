@@ -95,7 +95,7 @@ def create_env(flags, num_envs, render_mode=None):
             "full_action_space": flags.full_action_space,
             "terminal_on_life_loss": flags.terminal_on_life_loss,
         }
-        if num_envs == 1:
+        if render_mode is not None:
             env = atari_wrappers.make_single(
                 flags.env, render_mode=render_mode, **options
             )
@@ -297,6 +297,7 @@ def serve(flags, address, directory, parent):
             # a word, as when its host's power fails, is noticed after half a minute.
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ],
     )

@@ -129,7 +129,8 @@ def from_importance_weights(
     with v_T = V(x_T). Where mask is False, v_s = V(x_s) and the advantage is 0, so that
     the step before it is bootstrapped from V(x_s) itself.
 
-    No gradient flows through the result: both fields are targets.
+    No gradient flows through the result: both fields are targets. With c_bar above 1
+    or None, products of c over many steps may overflow.
 
     Raises ValueError, naming the argument, for a wrong rank, shape or dtype.
     """

@@ -50,8 +50,13 @@ def learners(seconds):
     for B in (32, 80):
         for name, args in LEARNERS.items():
             flags = limit.parse("polybeast", [*PONG, "--batch_size", str(B), *args])
-            update = limit.update_stage("polybeast", flags)
-            results[f"{B} x 20, {name}"] = rate(update, 20 * B, seconds)
+            results[f"{B} x 20, {name}"] = attempt(
+                lambda flags=flags: rate(
+                    limit.update_stage("polybeast", flags),
+                    flags.unroll_length * flags.batch_size,
+                    seconds,
+                )
+            )
     return results
 
 
@@ -99,7 +104,7 @@ def vtrace_variants(seconds):
         "loop": loop,
     }
     return {
-        name: 1e6 / rate(wait(function), 1, seconds / 4)
+        name: attempt(lambda f=function: 1e6 / rate(wait(f), 1, seconds / 4))
         for name, function in variants.items()
     }
 
@@ -116,9 +121,11 @@ def end_to_end(seconds):
         for E in (16, 32):
             args = [*PONG, "--num_servers", str(cores), "--envs_per_server", str(E)]
             args += ["--batch_size", "32", "--precision", precision]
-            run = throughput.measure("polybeast", args, seconds)
+            run = attempt(
+                lambda args=args: throughput.measure("polybeast", args, seconds)
+            )
             name = f"{cores} servers of {E}, {precision}"
-            results[name] = run["steps_per_second"]
+            results[name] = run if isinstance(run, str) else run["steps_per_second"]
             results[f"{name}: details"] = run
     return results
 
@@ -167,20 +174,21 @@ def measure(options, path):
     else:
         print("no GPU here: learner and inference are left out")
         results.update(learner={}, inference={})
+    parts["end to end"] = end_to_end
     for name, part in parts.items():
-        results[name] = attempt(part, options.seconds)
-    results["end to end"] = attempt(end_to_end, options.run_seconds)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+        seconds = options.run_seconds if part is end_to_end else options.seconds
+        results[name] = part(seconds)
+        path.write_text(json.dumps(results, indent=1) + "\n")  # So far.
     print(json.dumps({k: v for k, v in results.items() if k != "machine"}, indent=1))
 
 
-def attempt(part, seconds):
-    """One part that fails does not cost the others."""
+def attempt(function):
+    """Its result; or its error: one that fails does not cost the others."""
     try:
-        return part(seconds)
-    except Exception:
+        return function()
+    except Exception as e:
         traceback.print_exc()
-        return {"error": traceback.format_exc()}
+        return f"{type(e).__name__}: {e}"
 
 
 if __name__ == "__main__":

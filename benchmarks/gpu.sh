@@ -1,16 +1,16 @@
 #!/bin/sh
 # What one NVIDIA GPU makes of this code: tests, learning, inference, whole runs. For a
-# machine with Python 3.12 and PyTorch, without a network or a compiler:
+# machine with Python 3.12 and PyTorch, without a network:
 #
 #     make gpu-bundle                      # Here: wheels into dist/gpu
 #     sh benchmarks/gpu.sh dist/gpu OUT    # There: OUT/gpu.json, gpu.png, tests.txt
 #
 # At most nine minutes. Without a GPU the parts that need one are left out, and say so.
 set -eu
-wheels=$1
-out=$2
-mkdir -p "$out"
-venv=${VENV:-$(mktemp -d)/venv}
+wheels=$(realpath "$1")
+mkdir -p "$2"
+out=$(realpath "$2")
+venv=$(mktemp -d)/venv
 python3.12 -m venv --system-site-packages "$venv"
 "$venv/bin/python" -m pip install --quiet --no-index --no-deps "$wheels"/*.whl
 cd "$(dirname "$0")/.."

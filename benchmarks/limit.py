@@ -170,10 +170,12 @@ def worker(program, args, name, seconds, barrier, results):
         function()
     barrier.wait()
     # Processor time: other work on the machine is not to count. A GPU's is none.
-    on_gpu = name.startswith(("inference", "update")) and "cuda" in (
-        flags.learner_device,
-        getattr(flags, "actor_device", None),
-    )
+    device = "cpu"
+    if name.startswith("inference"):
+        device = getattr(flags, "actor_device", "cpu")
+    elif name == "update":
+        device = flags.learner_device
+    on_gpu = device != "cpu"
     clock = time.monotonic if on_gpu else time.process_time
     calls, start, until = 0, clock(), time.monotonic() + seconds
     while time.monotonic() < until:
@@ -188,13 +190,15 @@ def rate(program, args, name, seconds, num_processes):
     results, barrier = context.Queue(), context.Barrier(num_processes)
     processes = [
         context.Process(
-            target=worker, args=(program, args, name, seconds, barrier, results)
+            target=worker,
+            args=(program, args, name, seconds, barrier, results),
+            daemon=True,
         )
         for _ in range(num_processes)
     ]
     for process in processes:
         process.start()
-    total = sum(results.get(timeout=600) for _ in processes)
+    total = sum(results.get(timeout=seconds + 180) for _ in processes)
     for process in processes:
         process.join()
     return total

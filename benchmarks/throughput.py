@@ -126,7 +126,7 @@ def measure(program, args, seconds):
         try:
             while not read(path):
                 if process.poll() is not None:
-                    raise SystemExit(f"ended by itself: {' '.join(process.args)}")
+                    raise RuntimeError(f"ended by itself: {' '.join(process.args)}")
                 time.sleep(0.1)
             time.sleep(WARM_UP_S)
             before, first, peak_mb = processor_seconds(), read(path)[-1], 0

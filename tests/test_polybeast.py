@@ -172,6 +172,15 @@ def test_a_signal_saves_and_ends_everything(signum, tmp_path):
     assert directories() == before
 
 
+def test_a_signal_before_the_first_update_ends_the_run_in_order(tmp_path):
+    args = [*SMALL, "--savedir", tmp_path, "--batch_size", 1000, "--unroll_length", 99]
+    with Program(*args, module="polybeast") as program:
+        program.wait_for("connected")
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
+    assert "Traceback" not in program.output and "step 0 of" in program.output
+
+
 def test_a_killed_server_is_replaced_and_training_goes_on(tmp_path):
     args = [*SMALL, "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 200]
     with Program(*args, module="polybeast") as program:
@@ -213,6 +222,7 @@ def test_servers_of_others_are_used_over_tcp(tmp_path):
         (["--net", "huge"], 2, "--net"),
         (["--server_addresses", ""], 2, "--server_addresses"),
         (["--learner_device", "cuda:99"], 2, "--learner_device cuda:99"),
+        (["--learner_device", "cuda:256"], 2, "--learner_device cuda:256"),
         (["--actor_device", "gpu"], 2, "--actor_device gpu: expected cpu, cuda or"),
     ],
 )
