@@ -471,7 +471,7 @@ def train_with_servers(
 
 
 def num_learner_cores(learner):
-    """For one update on a CPU: about its share of what a step costs in all, with Atari's
+    """For one update on a CPU: about its share of all that a step costs, with Atari's
     environments. (More made the shallow network's runs slower, by a third.)"""
     blocks = encoders.ResidualBlock
     deep = any(isinstance(m, blocks) for m in learner.model.modules())
