@@ -32,7 +32,7 @@ from benchmarks import limit  # noqa: E402
 
 WARM_UP_S = 10
 PONG = ["--env", "PongNoFrameskip-v4"]
-MOCK = ["--env", "benchmarks.mock:Mock-v0"]
+MOCK = ["--env", "tests.envs:torchbeast/Mock-v0"]
 ONE = ["--envs_per_server", "1"]
 LARGE = ["--batch_size", "32"]  # The paper's: small updates are mostly Python.
 
@@ -54,8 +54,8 @@ RUNS = {
 
 
 def command(program, args):
-    script = ["benchmarks/mock.py"] if program == "mock" else ["-m", program]
-    return [sys.executable, *script, *args]
+    module = "benchmarks.mock" if program == "mock" else program
+    return [sys.executable, "-m", module, *args]
 
 
 @contextlib.contextmanager

@@ -400,7 +400,7 @@ def test_memory_is_flat_over_a_million_steps(tmp_path):
             "--batch_size", 4, "--total_steps", 10**6, "--savedir", tmp_path,
             "--xpid", "x"]  # fmt: skip
     env = "tests.envs:torchbeast/Mock-v0"
-    with Program("--env", env, *args, module="tests.tiny_polybeast") as learner:
+    with Program("--env", env, *args, module="benchmarks.mock") as learner:
         wait_for_steps(tmp_path, 200_000)
         pids = [p for p in children(learner.process.pid) if "spawn_main" in cmdline(p)]
         servers = {pid: rss_mb(pid) for pid in pids}
