@@ -298,7 +298,9 @@ def cartpoles_first_response():
     env = polybeast_env.create_env(flags, 2)
     first = env.initial(1)
     welcome = polybeast_env.EnvironmentServer(flags)._welcome(env, first)
-    return pb.Response(welcome=welcome, step=polybeast_env.encode_arrays(first))
+    response = pb.Response(welcome=welcome)
+    polybeast_env.encode_arrays(first, response.step)
+    return response
 
 
 def changed(message, change):
