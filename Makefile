@@ -20,7 +20,7 @@ help:
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
 	@echo "make fuzz    FUZZ_SECONDS (60) of random messages"
-	@echo "make bench   steps per second of this machine"
+	@echo "make bench   steps per second of this machine, ten minutes"
 	@echo "make gpu-bundle  what benchmarks/gpu.sh needs on a machine without a network"
 	@echo "make lint    what CI checks of the style; make format mends it"
 	@echo "make clean   removes $(VENV) and everything built"
@@ -34,6 +34,7 @@ poly: setup
 	$(python) -m polybeast --env PongNoFrameskip-v4 $(ARGS)
 
 test: lint csrc-test
+	$(python) -m pytest --collect-only tests/cuda.py >/dev/null
 	$(python) -m pytest $(ARGS)
 
 lint: setup
@@ -81,14 +82,14 @@ gpu-bundle: $(VENV)/.dev
 	mkdir -p dist/gpu build
 	cp dist/torchbeast-*-cp312-*.whl dist/gpu
 	grep -vE '^(torch|opencv)' requirements.txt > build/gpu-requirements.txt
-	grep '^pytest' requirements-dev.txt >> build/gpu-requirements.txt
+	grep -E '^(pytest|psutil)' requirements-dev.txt >> build/gpu-requirements.txt
 	$(python) -m pip download --quiet --disable-pip-version-check --dest dist/gpu \
 		--only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 		--platform manylinux_2_28_x86_64 --requirement build/gpu-requirements.txt
 	du -sh dist/gpu
 
 bench: setup
-	$(python) benchmarks/throughput.py $(ARGS)
+	$(python) benchmarks/throughput.py --rounds 1 --seconds 20 --limit_seconds 1.5 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.so *.egg-info .pytest_cache .ruff_cache .hypothesis

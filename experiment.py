@@ -245,8 +245,13 @@ class Run:
             self._write_meta()
             path = self.path / "logs.csv"
             self._csv = open(path, "a", newline="", buffering=1)
-            self._writer = csv.DictWriter(self._csv, COLUMNS)
-            if path.stat().st_size == 0:
+            # A run that was begun with other columns keeps them.
+            with open(path, newline="") as f:
+                columns = next(csv.reader(f), None)
+            self._writer = csv.DictWriter(
+                self._csv, columns or COLUMNS, extrasaction="ignore"
+            )
+            if columns is None:
                 self._writer.writeheader()
             self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
         self.display = Display(self)

@@ -217,8 +217,13 @@ def inference(batcher, model, weights, device):
         )
         outputs, core_state = to_host(model(*inputs), device)
         logits = outputs["policy_logits"]  # [1, n, A]
+        try:
+            action = choose_action(logits)
+        except ValueError as e:  # It costs these streams' rollouts, not the run.
+            batch.set_error(str(e))
+            continue
         answer = {
-            "action": choose_action(logits),
+            "action": action,
             "policy_logits": logits,
             "version": torch.full(outputs["baseline"].shape, version),
         }

@@ -165,6 +165,8 @@ class EnvironmentServer:
     def stream(self, requests, context):
         """One stream: a batch of environments of its own, from Hello to the end."""
         peer = context.peer()
+        if peer.startswith("unix:"):  # All that gRPC knows of it.
+            peer = "learner on this host"
         with self._lock:
             full = self._num_streams >= MAX_STREAMS
             self._num_streams += not full
@@ -298,7 +300,7 @@ def serve(flags, address, directory, parent):
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )
     server.add_generic_rpc_handlers([EnvironmentServer(flags).handler()])

@@ -117,7 +117,8 @@ def end_to_end(seconds):
     results["environments alone"] = limit.rate(
         "polybeast", [*PONG, "--envs_per_server", "16"], "environment", 5, cores
     )
-    for precision in ("float32", "bfloat16"):
+    # Few CPUs are fast in bfloat16.
+    for precision in ("float32", "bfloat16")[: 1 + torch.cuda.is_available()]:
         for E in (16, 32):
             args = [*PONG, "--num_servers", str(cores), "--envs_per_server", str(E)]
             args += ["--batch_size", "32", "--precision", precision]
@@ -136,8 +137,11 @@ def plot(results, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for axis, part in zip(axes, ("learner", "inference", "end to end")):
+    parts = [part for part in ("learner", "inference", "end to end") if results[part]]
+    figure, axes = plt.subplots(
+        1, len(parts), figsize=(5 * len(parts), 4), layout="constrained", squeeze=False
+    )
+    for axis, part in zip(axes[0], parts):
         values = {k: v for k, v in results[part].items() if isinstance(v, float)}
         axis.barh(list(values), list(values.values()))
         axis.set_title(f"{part}: steps per second")

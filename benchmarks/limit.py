@@ -95,6 +95,8 @@ def batch_of_steps(program, flags, T, B):
 def inference_stage(program, flags, n):
     import torch
 
+    from environment import map_structure
+
     module = importlib.import_module(program)
     env, step = batch_of_steps(program, flags, 1, n)
     device = torch.device(getattr(flags, "actor_device", "cpu"))
@@ -103,8 +105,6 @@ def inference_stage(program, flags, n):
     core_state = net.initial_state(n)
 
     def evaluate():
-        from environment import map_structure
-
         with torch.inference_mode():
             inputs = map_structure(lambda x: x.to(device), (step, core_state))
             outputs, _ = net(*inputs)
@@ -168,7 +168,7 @@ def worker(program, args, name, seconds, barrier, results):
     warm_up_until = time.monotonic() + min(2, seconds)
     while time.monotonic() < warm_up_until:
         function()
-    barrier.wait()
+    barrier.wait(timeout=120)
     # Processor time: other work on the machine is not to count. A GPU's is none.
     device = "cpu"
     if name.startswith("inference"):

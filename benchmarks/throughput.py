@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import csv
 import json
-import os
 import pathlib
 import socket
 import statistics
@@ -22,6 +21,8 @@ import sys
 import tempfile
 import threading
 import time
+
+import psutil
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -76,6 +77,8 @@ def servers(args, streams):
         for line in program.stderr:
             if "environments for each stream" in line:
                 break
+        else:
+            raise RuntimeError(f"no servers at {address}")
         threading.Thread(target=program.stderr.read, daemon=True).start()
         yield [f"127.0.0.1:{port + i}" for i in range(n)] * streams
     finally:
@@ -83,35 +86,14 @@ def servers(args, streams):
         program.wait()
 
 
-def processor_seconds():
-    """{process id: seconds} of all this benchmark's descendants."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    parents, seconds = {}, {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-            fields = fields.split()
-            parents[int(pid)] = int(fields[1])
-            seconds[int(pid)] = (int(fields[11]) + int(fields[12])) / ticks
-
-    def ours(pid):
-        while pid in parents:
-            pid = parents[pid]
-            if pid == os.getpid():
-                return True
-        return False
-
-    return {pid: s for pid, s in seconds.items() if ours(pid)}
-
-
-def memory_mb(pids):
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").open():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1])
-    return total / 1024
+def used():
+    """{process id: (processor seconds, MB)} of all this benchmark's descendants."""
+    result = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times, memory = process.cpu_times(), process.memory_full_info()
+            result[process.pid] = times.user + times.system, memory.pss / 2**20
+    return result
 
 
 def measure(program, args, seconds):
@@ -123,28 +105,33 @@ def measure(program, args, seconds):
             command(program, args), cwd=ROOT, stderr=subprocess.DEVNULL
         )
         path = pathlib.Path(savedir, "x", "logs.csv")
+
+        def sleep(seconds):
+            time.sleep(seconds)
+            if process.poll() is not None:
+                raise RuntimeError(f"ended by itself: {' '.join(process.args)}")
+
         try:
             while not read(path):
-                if process.poll() is not None:
-                    raise RuntimeError(f"ended by itself: {' '.join(process.args)}")
-                time.sleep(0.1)
-            time.sleep(WARM_UP_S)
-            before, first, peak_mb = processor_seconds(), read(path)[-1], 0
+                sleep(0.1)
+            sleep(WARM_UP_S)
+            before, first, peak_mb = used(), read(path)[-1], 0
             start = time.monotonic()
-            while time.monotonic() - start < seconds:
-                time.sleep(min(2, seconds))
-                peak_mb = max(peak_mb, memory_mb(processor_seconds()))
-            after, last = processor_seconds(), read(path)[-1]
+            # At least to the next line of logs.csv.
+            while time.monotonic() - start < seconds or read(path)[-1] == first:
+                sleep(min(2, seconds))
+                peak_mb = max(peak_mb, sum(mb for _, mb in used().values()))
+            after, last = used(), read(path)[-1]
         finally:
             process.terminate()
             process.wait()
     steps = int(last["step"]) - int(first["step"])
-    used = {pid: s - before.get(pid, 0) for pid, s in after.items()}
-    learner = used.pop(process.pid)
+    seconds = {pid: s - before.get(pid, (0, 0))[0] for pid, (s, _) in after.items()}
+    learner = seconds.pop(process.pid)
     return {
         "steps_per_second": steps / (float(last["seconds"]) - float(first["seconds"])),
         "learner_us": 1e6 * learner / steps,
-        "others_us": 1e6 * sum(used.values()) / steps,
+        "others_us": 1e6 * sum(seconds.values()) / steps,
         "peak_mb": peak_mb,
         "policy_lag": float(last["policy_lag"]),
     }

@@ -181,6 +181,18 @@ def test_a_signal_before_the_first_update_ends_the_run_in_order(tmp_path):
     assert "Traceback" not in program.output and "step 0 of" in program.output
 
 
+def test_what_makes_the_network_not_finite_costs_a_stream_and_not_the_run(tmp_path):
+    env = "tests.faulty_envs:NaNReward-v0"  # After 300 steps.
+    args = ["--env", env, "--num_servers", 2, "--envs_per_server", 2]
+    args += ["--savedir", tmp_path, "--xpid", "x", "--total_steps", 4000]
+    result = run(*args, module="polybeast")
+    assert result.returncode == 0, result.stderr
+    assert "policy_logits are not finite" in result.stderr
+    assert "Traceback" not in result.stderr
+    losses = [float(row["total_loss"]) for row in read_logs(tmp_path / "x")]
+    assert np.isfinite(losses).all()
+
+
 def test_a_killed_server_is_replaced_and_training_goes_on(tmp_path):
     args = [*SMALL, "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 200]
     with Program(*args, module="polybeast") as program:

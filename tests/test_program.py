@@ -180,6 +180,18 @@ def test_same_command_resumes_where_it_was(savedir):
     assert meta["first_step"] == 4000 and len(meta["earlier_sessions"]) == 1
 
 
+def test_resumed_run_keeps_the_columns_its_log_began_with(trained):
+    path = trained / "x" / "logs.csv"
+    path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")
+    result = run(*serial_run(trained, "--log_interval_steps", 80, steps=800))
+    assert result.returncode == 0, result.stderr
+    first, *others = read_logs(trained / "x")
+    assert first == {"step": "400", "total_loss": "1.5", "of_another_version": "7"}
+    assert others and all(int(row["step"]) > 400 for row in others)
+    assert all(float(row["total_loss"]) for row in others)
+    assert {row["of_another_version"] for row in others} == {""}
+
+
 def test_resumed_run_takes_the_learning_rate_of_its_own_command(trained):
     args = ("--learning_rate", 1e-3, "--log_interval_steps", 40)
     assert run(*serial_run(trained, *args, steps=1000)).returncode == 0
