@@ -59,6 +59,9 @@ def environment_parser() -> argparse.ArgumentParser:
     g.add_argument("--terminal_on_life_loss", default=True,
                    action=argparse.BooleanOptionalAction,
                    help="Atari: a lost life ends a training episode (default: yes)")
+    g.add_argument("--env_timeout_seconds", type=number(float, above=0), default=300,
+                   metavar="S", help="the actor or server of an environment that does "
+                   "not answer for so long is restarted (default: %(default)s)")
     # fmt: on
     return p
 

@@ -24,9 +24,12 @@ a lost life ends a training episode, the end of the game the reported one).
 No torch in here: environment servers import this file.
 """
 
+import contextlib
 import difflib
 import importlib
 import inspect
+import threading
+import time
 
 import gymnasium
 import numpy as np
@@ -90,6 +93,35 @@ def _close(env_id: str) -> str:
     return f": did you mean {', '.join(by_lower[c] for c in close)}?" if close else ""
 
 
+_calls = set()  # Of environments, that have not returned yet.
+
+
+@contextlib.contextmanager
+def watched():
+    """What runs in it is a call of an environment: see watch()."""
+    call = object()
+    _calls.add(call)
+    try:
+        yield
+    finally:
+        _calls.discard(call)
+
+
+def watch(timeout_s: float, give_up):
+    """Calls give_up() when an environment of this process has not returned for so long,
+    from a thread of its own: nothing interrupts the call itself. (An environment that
+    holds the GIL all the time is not noticed.)"""
+
+    def check():
+        seen = {}  # {call: how often}: time in which the process was stopped is none.
+        while max(seen.values(), default=0) <= 10:
+            time.sleep(timeout_s / 10)
+            seen = {call: seen.get(call, 0) + 1 for call in list(_calls)}
+        give_up()
+
+    threading.Thread(target=check, daemon=True, name="watch").start()
+
+
 class Environment:
     """E environments that step together. Not thread-safe.
 
@@ -126,7 +158,8 @@ class Environment:
 
     def initial(self, seed: int | None = None) -> dict:
         """Resets everything. The first step, with done = True."""
-        observation, _ = self.env.reset(seed=seed)
+        with watched():
+            observation, _ = self.env.reset(seed=seed)
         E = self.num_envs
         self._last = np.zeros(E, bool)
         self._episode_end = np.zeros(E, bool)
@@ -148,9 +181,10 @@ class Environment:
                 f"expected {(self.num_envs, *self.action_shape)}"
             )
         done = self._last
-        observation, reward, terminated, truncated, info = self.env.step(
-            action + self._start
-        )
+        with watched():
+            observation, reward, terminated, truncated, info = self.env.step(
+                action + self._start
+            )
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -92,17 +93,57 @@ def create_optimizer(flags, model):
 SLICE_BYTES = 96 * 4 * 84 * 84
 
 
-def slices(flags, batch):
+def set_gradients(flags, model, batch, compute_losses):
+    """Sets the parameters' grad to the gradients of a batch's loss. Returns the losses,
+    [4] (vtrace.Losses).
+
+    compute_losses: the script's function, (flags, model, batch) -> vtrace.Losses.
+
+    On a CPU slices are computed at the same time, each on a core of its own, as many as
+    this thread may use (torch.set_num_threads): cores that share each operation wait
+    for each other at each, which costs a fifth more, and more where they are busy.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    num_threads = torch.get_num_threads()
+    parts = list(slices(flags, batch, num_threads))
+    num_workers = 1 if flags.compile else min(num_threads, len(parts))
+
+    def differentiate(part_and_weight):
+        torch.set_num_threads(num_threads // num_workers)
+        part, weight = part_and_weight
+        losses = compute_losses(flags, model, part)
+        loss = weight * losses.total
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return gradients, weight * torch.stack(losses[:4]).detach()
+
+    run = map if num_workers == 1 else workers(num_workers).map
+    results, losses = zip(*run(differentiate, parts))
+    for parameter, *gradients in zip(parameters, *results):
+        gradients = [g for g in gradients if g is not None]  # Those that use it.
+        parameter.grad = sum(gradients[1:], gradients[0]) if gradients else None
+    return sum(losses)
+
+
+@functools.cache
+def workers(n):
+    return ThreadPoolExecutor(n, thread_name_prefix="gradients")
+
+
+def slices(flags, batch, num_threads=1):
     """A batch [T + 1, B, ...] in parts along B: (part, its weight in the batch's loss).
+    Their gradients add up.
 
     On a CPU each has about SLICE_BYTES of observations, 96 of Atari's, so that what the
-    network makes of them stays in the cache and takes a fraction of the memory. On a
-    GPU there is one.
+    network makes of them stays in the cache and takes a fraction of the memory; or
+    less, down to a quarter, so that each thread has one. On a GPU there is one.
     """
     size = B = batch["action"].shape[1]
     if not batch["action"].is_cuda:
         num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"]))
-        size = max(1, B * SLICE_BYTES // max(1, num_bytes))
+        num_parts = max(
+            num_bytes / SLICE_BYTES, min(num_threads, 4 * num_bytes // SLICE_BYTES)
+        )
+        size = max(1, int(B / max(1, num_parts)))
     num_real = (~batch["done"][1:]).sum().clamp(min=1)  # Transitions; see vtrace.py.
     for i in range(0, B, size):
         part = map_structure(lambda x, i=i: x[:, i : i + size], batch)

@@ -14,6 +14,7 @@ environments an actor steps together. A rollout has T + 1 steps: step 0 repeats 
 step of the rollout before it. Its actions are those taken on steps 0 to T - 1.
 """
 
+import os
 import queue
 import signal
 import sys
@@ -47,7 +48,7 @@ from learner import (
     choose_action,
     end_early,
     ended_episodes,
-    slices,
+    set_gradients,
     to_device,
 )
 
@@ -276,8 +277,16 @@ def act(flags, index, seed, buffers, weights, connection):
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
+
+    def give_up():
+        seconds = f"{flags.env_timeout_seconds:g} s (--env_timeout_seconds)"
+        send(connection, f"{flags.env} did not answer for {seconds}")
+        os._exit(1)
+
+    environment.watch(flags.env_timeout_seconds, give_up)
     try:
-        env = create_env(flags, flags.envs_per_actor)
+        with environment.watched():
+            env = create_env(flags, flags.envs_per_actor)
         model = create_net(flags, env).eval()
         actor = Actor(flags, env, model, seed)
         arrays = map_structure(lambda x: x.numpy(), buffers)
@@ -324,16 +333,11 @@ def learn(flags, model, optimizer, scheduler, batch):
 
     No queue, no lock, no logging in here, so that a test can call it.
     """
-    optimizer.zero_grad()
-    parts = []
-    for part, weight in slices(flags, batch):  # Their gradients add up.
-        losses = compute_losses(flags, model, part)
-        (weight * losses.total).backward()
-        parts.append(weight * torch.stack(losses[:4]).detach())
+    losses = set_gradients(flags, model, batch, compute_losses)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     optimizer.step()
     scheduler.step()
-    total, pg, baseline, entropy = torch.stack(parts).sum(0)
+    total, pg, baseline, entropy = losses
     return {
         "total_loss": total,
         "pg_loss": pg,

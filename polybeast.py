@@ -46,7 +46,7 @@ from learner import (
     end_early,
     ended_episodes,
     own_stream,
-    slices,
+    set_gradients,
     to_device,
     to_host,
 )
@@ -264,16 +264,11 @@ def learn(flags, model, optimizer, scheduler, batch):
 
     No queue, no lock, no logging in here, so that a test can call it.
     """
-    optimizer.zero_grad()
-    parts = []
-    for part, weight in slices(flags, batch):  # Their gradients add up.
-        losses = compute_losses(flags, model, part)
-        (weight * losses.total).backward()
-        parts.append(weight * torch.stack(losses[:4]).detach())
+    losses = set_gradients(flags, model, batch, compute_losses)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     optimizer.step()
     scheduler.step()
-    total, pg, baseline, entropy = torch.stack(parts).sum(0)
+    total, pg, baseline, entropy = losses
     return {
         "total_loss": total,
         "pg_loss": pg,

@@ -52,18 +52,44 @@ def learn(*args, prepare=lambda net: None, device="cpu"):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
-@pytest.mark.parametrize("rollouts", [1, 4])
+@pytest.mark.parametrize(("rollouts", "num_threads"), [(1, 1), (4, 1), (1, 4), (20, 3)])
 def test_the_gradients_of_slices_add_up_to_the_batchs(
-    reduction, lstm, rollouts, monkeypatch
+    reduction, lstm, rollouts, num_threads, monkeypatch
 ):
     args = ["--loss_reduction", reduction, "--grad_norm_clipping", "1e9", *lstm]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     whole = learn(*args)  # 36 observations.
     size = rollouts * (T + 1) * 4 * 84 * 84
     monkeypatch.setattr(learner, "SLICE_BYTES", size)
+    torch.set_num_threads(num_threads)
     sliced = learn(*args)
+    torch.set_num_threads(before)
     for one, other in zip(whole, sliced):
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("T", "B", "num_threads", "sizes"),
+    [
+        (21, 4, 1, [4]),  # The default: one slice,
+        (21, 4, 2, [2, 2]),  # or one for each thread,
+        (6, 4, 2, [4]),  # unless they would be small.
+        (21, 32, 1, [4] * 8),
+        (21, 32, 3, [4] * 8),
+        (1000, 3, 2, [1, 1, 1]),
+    ],
+)
+def test_a_batch_is_cut_for_the_cache_and_for_the_threads(T, B, num_threads, sizes):
+    flags = polybeast.parser().parse_args([])
+    batch = {
+        "observation": torch.empty(T, B, 4, 84, 84, dtype=torch.uint8),
+        "done": torch.zeros(T, B, dtype=torch.bool),
+        "action": torch.zeros(T - 1, B, dtype=torch.int64),
+    }
+    parts = list(learner.slices(flags, batch, num_threads))
+    assert [part["action"].shape[1] for part, _ in parts] == sizes
 
 
 def test_bfloat16_changes_losses_and_gradients_by_a_few_percent_at_most():

@@ -90,6 +90,14 @@ def arrays(spec, step):
     ]
 
 
+def test_a_step_is_encoded_as_protobuf_does_it():
+    arrays = np.arange(300, dtype=np.int16).reshape(20, 15).T, np.ones((), bool)
+    step = {"none": np.zeros((0, 3)), "some": arrays, "number": np.float32(3)}
+    data = [np.asarray(x).tobytes() for x in (step["none"], *arrays, step["number"])]
+    expected = pb.Response(step=pb.Arrays(data=data))
+    assert polybeast_env.encode_step(step) == expected.SerializeToString()
+
+
 @pytest.mark.parametrize("env", [COUNTER, NESTED, "CartPole-v1"])
 def test_a_stream_is_the_environment_itself(env, tmp_path):
     address = f"unix:{tmp_path}/socket"

@@ -156,6 +156,19 @@ def test_a_slow_server_costs_its_share_and_no_more(tmp_path):
     assert min(quick) > 0.7 * max(quick), steps
 
 
+def test_a_server_stuck_in_its_environment_is_restarted_after_the_time_out(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    args = ["--env_timeout_seconds", 1]
+    env = "tests.faulty_envs:Stuck-v0"  # After 300 steps.
+    with serve(address, *args, env=env, num_envs=1) as server:
+        args = ["--total_steps", 800, "--batch_size", 1]
+        with learn(tmp_path, address, *args, env=env) as learner:
+            assert learner.end() == 0
+        for text in (f"{env} at {address} did not answer for 1 s", "started again"):
+            assert text in server.output + server.wait_for(text)
+    assert rollouts(learner) == (40, 40)
+
+
 def test_servers_are_added_and_removed_by_a_file(tmp_path):
     one, two, three = (f"127.0.0.1:{free_port()}" for _ in range(3))
     path = tmp_path / "hosts.txt"
@@ -298,9 +311,8 @@ def cartpoles_first_response():
     env = polybeast_env.create_env(flags, 2)
     first = env.initial(1)
     welcome = polybeast_env.EnvironmentServer(flags)._welcome(env, first)
-    response = pb.Response(welcome=welcome)
-    polybeast_env.encode_arrays(first, response.step)
-    return response
+    welcome = pb.Response(welcome=welcome).SerializeToString()
+    return pb.Response.FromString(welcome + polybeast_env.encode_step(first))
 
 
 def changed(message, change):

@@ -375,6 +375,15 @@ def test_actor_stuck_in_its_environment_does_not_hold_up_the_end(savedir):
         assert program.end(timeout_s=10) == 128 + signal.SIGTERM
 
 
+def test_actor_stuck_in_its_environment_is_restarted_after_the_time_out(savedir):
+    args = ("--env_timeout_seconds", 1)
+    args = small_run(savedir, *args, env=FAULTY + "Stuck-v0", steps=2000)
+    result = run(*args)
+    assert result.returncode == 0, result.stderr
+    assert "Stuck-v0 did not answer for 1 s (--env_timeout_seconds)" in result.stderr
+    assert re.search(r"actor \d is restarted", result.stderr)
+
+
 def test_second_signal_quits_at_once(savedir):
     with Program(*small_run(savedir, env=FAULTY + "Stuck-v0", steps=10**8)) as program:
         program.wait_for("sleeps for an hour")
