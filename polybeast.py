@@ -459,11 +459,15 @@ def train_with_servers(
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-        updates = learner.updates - updates_before
+        rollouts = actors.rollouts()
         log.info(
-            "rollouts: %d delivered, %d learned from",
-            actors.delivered(),
-            updates * flags.batch_size,
+            "rollouts: %d delivered, %d learned from (%d begun, %d lost with their "
+            "streams, %d unfinished at the end)",
+            rollouts["delivered"],
+            (learner.updates - updates_before) * flags.batch_size,
+            rollouts["begun"],
+            rollouts["lost"],
+            rollouts["ended"],
         )
     if errors:
         learner.flush()  # Says it better, if it is the weights that are not finite.

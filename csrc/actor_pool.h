@@ -152,7 +152,7 @@ class Rollout {
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
 //             that wait for the batcher or the queue end when these are served or
 //             closed: close them, too.
-//   add(), remove(), status(), delivered(), stage_seconds()   any thread, any time;
+//   add(), remove(), status(), rollouts(), stage_seconds()   any thread, any time;
 //             never block for long.
 //
 // All actors together deliver exactly max_rollouts, and then wait for stop().
@@ -181,6 +181,15 @@ class ActorPool {
     int64_t rollouts = 0;    // That went into the queue.
     int64_t reconnects = 0;  // Streams that failed.
     std::string last_error;
+  };
+
+  // What became of all rollouts so far, removed actors' included. begun is the sum of
+  // the others, and of those that are being filled.
+  struct Rollouts {
+    int64_t begun = 0;
+    int64_t delivered = 0;  // Went into the queue, or wait to. At most max_rollouts.
+    int64_t lost = 0;       // Their stream failed.
+    int64_t ended = 0;      // Their actor ended: stop(), remove() or max_rollouts.
   };
 
   // Where the time of all streams went so far.
@@ -315,16 +324,16 @@ class ActorPool {
     return result;
   }
 
-  // Rollouts that went into the queue, or wait to; those of removed actors included.
-  [[nodiscard]] int64_t delivered() const {
+  [[nodiscard]] Rollouts rollouts() const {
     std::lock_guard<std::mutex> lock(mu_);
-    return delivered_;
+    return rollouts_;
   }
 
  private:
   struct Actor {  // All but seed and thread guarded by mu_.
     Status status;
     bool removed = false;
+    int64_t filling = 0;  // Rollouts that are begun and not delivered.
     grpc::ClientContext* context = nullptr;  // Of the stream that is under way.
     int64_t seed = 0;
     std::thread thread;
@@ -379,6 +388,7 @@ class ActorPool {
       }
       std::unique_lock<std::mutex> lock(mu_);
       if (ends(*actor)) break;
+      rollouts_.lost += std::exchange(actor->filling, 0);
       actor->status.last_error = error;
       ++actor->status.reconnects;
       actor->status.state = "waiting to reconnect";
@@ -390,6 +400,7 @@ class ActorPool {
       wait_s = std::min(10.0, 2 * wait_s);
     }
     std::lock_guard<std::mutex> lock(mu_);
+    rollouts_.ended += std::exchange(actor->filling, 0);
     actor->status.state = "ended";
   }
 
@@ -473,6 +484,11 @@ class ActorPool {
     rollout.write_step(0, step.leaves);
     for (;;) {
       const Nest<Array> initial_core_state = core_state;
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        rollouts_.begun += num_envs;
+        actor->filling = num_envs;
+      }
       for (int64_t t = 0; t < options_.unroll_length; ++t) {
         Nest<Array> inputs{input_structure, {}};
         for (const Array& array : step.leaves) {
@@ -520,16 +536,18 @@ class ActorPool {
     {
       std::unique_lock<std::mutex> lock(mu_);
       wait(&lock, &changed_, nullptr, std::nullopt,
-           [&] { return ends(*actor) || delivered_ < options_.max_rollouts; });
+           [&] { return ends(*actor) || rollouts_.delivered < options_.max_rollouts; });
       if (ends(*actor)) throw Closed("the actor ends");
-      ++delivered_;  // Not later: only one may be the last.
+      ++rollouts_.delivered;  // Not later: only one may be the last.
+      --actor->filling;
     }
     try {
       learner_queue_->enqueue(rollout, {});
     } catch (...) {
       {
         std::lock_guard<std::mutex> lock(mu_);
-        --delivered_;
+        --rollouts_.delivered;
+        ++actor->filling;
       }
       changed_.notify_all();
       throw;
@@ -663,11 +681,11 @@ class ActorPool {
 
   mutable std::mutex mu_;
   std::condition_variable changed_;  // stopping_, reached_ or an actor's `removed` is
-                                     // set, or delivered_ shrank.
+                                     // set, or rollouts_.delivered shrank.
   std::list<Actor> actors_;          // Guarded by mu_. Shrinks only in add().
   StageSeconds stage_seconds_;       // Guarded by mu_.
   int64_t num_added_ = 0;            // Guarded by mu_.
-  int64_t delivered_ = 0;            // Guarded by mu_. At most max_rollouts.
+  Rollouts rollouts_;                // Guarded by mu_.
   bool running_ = false;             // Guarded by mu_.
   bool stopping_ = false;            // Guarded by mu_.
   bool reached_ = false;             // Guarded by mu_. A server has answered.

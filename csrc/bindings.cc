@@ -558,10 +558,19 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "A dict for each stream: stream (its number), address, state, num_envs, "
           "steps,\n"
           "rollouts, reconnects, last_error in the server's words.")
-      .def("delivered", &ActorPool::delivered,
-           "Rollouts that went into learner_queue, or wait to; those of removed "
-           "streams\n"
-           "included.")
+      .def(
+          "rollouts",
+          [](const ActorPool& self) {
+            const ActorPool::Rollouts r = self.rollouts();
+            return py::dict(py::arg("begun") = r.begun,
+                            py::arg("delivered") = r.delivered,
+                            py::arg("lost") = r.lost, py::arg("ended") = r.ended);
+          },
+          "What became of all rollouts so far, those of removed streams included:\n"
+          "begun, delivered (they went into the queue, or wait to), lost (their "
+          "stream\n"
+          "failed), ended (by stop(), remove() or max_rollouts). begun is the sum of\n"
+          "the others and of those that are being filled.")
       .def(
           "stage_seconds",
           [](const ActorPool& self) {

@@ -84,6 +84,19 @@ class Stuck(Base):
         return 1.0
 
 
+class Flaky(Quick):
+    """Raises, and hangs for a minute, at random: once in 5,000 and in 50,000 steps."""
+
+    seconds = 0.001
+
+    def step(self, action):
+        if self.np_random.random() < 1 / 5000:
+            raise RuntimeError("the ball went through the floor")
+        if self.np_random.random() < 1 / 50000:
+            time.sleep(60)
+        return super().step(action)
+
+
 class Continuous(Base):
     action_space = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -116,6 +129,7 @@ for _env in (
     NaNReward,
     HugeReward,
     Stuck,
+    Flaky,
     Continuous,
     Text,
     Nested,

@@ -279,9 +279,11 @@ def test_streams_together_deliver_exactly_what_is_asked_for(max_rollouts):
                     for s in learner.pool.status()
                 )
             )
-            assert learner.pool.delivered() == max_rollouts
+            assert learner.pool.rollouts()["delivered"] == max_rollouts
             assert sum(s["rollouts"] for s in learner.pool.status()) == max_rollouts
-        assert learner.pool.delivered() == max_rollouts
+        rollouts = learner.pool.rollouts()
+        assert rollouts["delivered"] == max_rollouts and rollouts["lost"] == 0
+        assert rollouts["begun"] == max_rollouts + rollouts["ended"]
         assert learner.queue.size() == 0
 
 
@@ -292,7 +294,7 @@ def test_what_removed_streams_delivered_counts():
             learner.pool.remove(one)
             learner.pool.add(two)
             learner.rollouts(30)
-            assert learner.pool.delivered() == 40
+            assert learner.pool.rollouts()["delivered"] == 40
             assert learner.status()[two]["rollouts"] < 40
 
 
@@ -304,7 +306,7 @@ def test_a_rollout_that_the_queue_refuses_is_not_counted():
             # Twice: the first one has given its place back.
             learner.wait_for(lambda: learner.status()[address]["reconnects"] == 2)
             assert "unlike a rollout" in learner.status()[address]["last_error"]
-        assert learner.pool.delivered() == 0
+        assert learner.pool.rollouts()["delivered"] == 0
 
 
 def test_a_server_gone_for_a_while_is_taken_up_again():
@@ -319,6 +321,9 @@ def test_a_server_gone_for_a_while_is_taken_up_again():
                     lambda n=before: learner.status()[address]["rollouts"] > n + 3
                 )
             learner.wait_for(lambda: learner.status()[address]["state"] != "running")
+    rollouts = learner.pool.rollouts()
+    assert rollouts["lost"] == 2 and rollouts["ended"] == 0  # One with each server.
+    assert rollouts["begun"] == 2 + rollouts["delivered"]
 
 
 def test_stop_ends_actors_whatever_they_wait_for():

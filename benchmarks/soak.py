@@ -1,0 +1,312 @@
+"""Trains PolyBeast for a given time while things go wrong at random, and counts.
+
+    python benchmarks/soak.py --minutes 20 --out soak.json
+
+Environments raise and hang (tests/faulty_envs.py: Flaky). Every few seconds one more of
+FAULTS happens to the servers, to the network, to the learner or to all at once. At the
+end every rollout must be accounted for, memory and open files must not have grown, and
+nothing may be left behind. Exit code 1 if that is not so, or if training stops.
+"""
+
+import argparse
+import csv
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+
+import psutil
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import experiment  # noqa: E402
+from tests.programs import Program, hosts  # noqa: E402
+
+ENV = "tests.faulty_envs:Flaky-v0"
+T = 20
+CHECKPOINT_S = 5
+PORTS = 50051, 50053  # Of each host's first server; it has two.
+
+
+class Soak:
+    def __init__(self, directory, hosts, rng):
+        self.directory = pathlib.Path(directory)
+        self.hosts = hosts
+        self.rng = rng
+        self.addresses = self.directory / "servers.txt"
+        self.servers = [None] * len(hosts)
+        self.learner = None
+        self.resumed_at = 0
+        self.sessions = []
+        self.lost_steps = []  # Of each learner that was killed.
+        self.samples = []
+
+    def start(self):
+        for i in range(len(self.hosts)):
+            self.start_servers(i)
+        self.write(range(len(self.hosts)))
+        self.start_learner()
+
+    # The programs.
+
+    def start_servers(self, i):
+        self.servers[i] = Program(
+            "--env", ENV, "--address", f"{self.hosts[i].ip}:{PORTS[i]}",
+            "--num_servers", 2, "--envs_per_server", 4, "--env_timeout_seconds", 5,
+            "--insecure",
+            module="polybeast_env", host=self.hosts[i],
+        )  # fmt: skip
+        self.servers[i].wait_for("environments for each stream")
+
+    def write(self, some):
+        lines = [f"{self.hosts[i].ip}:{PORTS[i] + k}\n" for i in some for k in range(2)]
+        path = self.addresses.with_suffix(".new")
+        path.write_text("".join(lines))
+        path.rename(self.addresses)
+
+    def start_learner(self):
+        self.learner = Program(
+            "--env", ENV, "--server_addresses", f"@{self.addresses}", "--insecure",
+            "--savedir", self.directory, "--xpid", "x", "--unroll_length", T,
+            "--log_interval_steps", 400, "--total_steps", 10**9,
+            "--checkpoint_interval_seconds", CHECKPOINT_S,
+            module="polybeast",
+        )  # fmt: skip
+        line = self.learner.wait_for("resuming" if self.sessions else "streams")
+        self.resumed_at = int(m[1]) if (m := re.search(r"at step (\d+)", line)) else 0
+        if self.lost_steps and self.lost_steps[-1] is None:
+            self.lost_steps[-1] = self.killed_at - self.resumed_at
+
+    def end_learner(self, signum):
+        self.learner.signal(signum)
+        code = self.learner.end()  # Asserts that it leaves nothing behind.
+        line = re.findall(r"rollouts: .*", self.learner.output)
+        numbers = [int(x) for x in re.findall(r"\d+", line[-1])] if line else None
+        self.sessions.append({
+            "ended by": signal.Signals(signum).name, "exit code": code,
+            "steps": self.step() - self.resumed_at, "rollouts": numbers,
+            "reconnects": self.learner.output.count(": connected (reconnects"),
+        })  # fmt: skip
+        expected = -signum if signum == signal.SIGKILL else 128 + signum
+        if code != expected:
+            raise AssertionError(f"exit code {code}:\n{self.learner.output[-3000:]}")
+
+    def step(self):
+        """How far the log is."""
+        try:
+            with open(self.directory / "x" / "logs.csv", newline="") as f:
+                rows = [r["step"] for r in csv.DictReader(f) if r["step"]]
+        except OSError:
+            return 0
+        return int(rows[-1]) if rows else 0
+
+    # What goes wrong.
+
+    def server_is_killed(self):
+        servers = self.rng.choice(self.servers)
+        os.kill(self.rng.choice(servers.actors()), signal.SIGKILL)
+
+    def server_stops_for_40_s(self):
+        servers = self.rng.choice(self.servers)
+        pid = self.rng.choice(servers.actors())
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(40)
+        os.kill(pid, signal.SIGCONT)
+
+    def host_fails_and_comes_back(self):
+        i = self.rng.randrange(len(self.servers))
+        os.killpg(self.servers[i].process.pid, signal.SIGKILL)
+        self.servers[i].process.wait()
+        time.sleep(self.rng.uniform(0, 10))
+        self.start_servers(i)
+
+    def servers_are_restarted_in_order(self):
+        i = self.rng.randrange(len(self.servers))
+        self.servers[i].signal(signal.SIGTERM)
+        self.servers[i].end()
+        self.start_servers(i)
+
+    def network_is_cut(self):
+        i = self.rng.randrange(len(self.servers))
+        self.hosts[i].cut_off(self.servers[i])
+        time.sleep(self.rng.uniform(5, 45))
+        self.hosts[i].restore(self.servers[i])
+
+    def host_leaves_and_joins(self):
+        i = self.rng.randrange(len(self.servers))
+        self.write({0, 1} - {i})
+        time.sleep(self.rng.uniform(1, 10))
+        self.write({0, 1})
+
+    def learner_is_killed(self):
+        self.killed_at = self.step()
+        self.lost_steps.append(None)
+        self.end_learner(signal.SIGKILL)
+        self.start_learner()
+
+    def learner_is_stopped_and_resumed(self):
+        self.end_learner(self.rng.choice([signal.SIGTERM, signal.SIGINT]))
+        self.start_learner()
+
+    def everything_is_suspended(self):
+        groups = [p.process.pid for p in (*self.servers, self.learner)]
+        for signum, seconds in ((signal.SIGSTOP, 60), (signal.SIGCONT, 0)):
+            for group in groups:
+                os.killpg(group, signum)
+            time.sleep(seconds)
+
+    FAULTS = (
+        server_is_killed,
+        server_stops_for_40_s,
+        host_fails_and_comes_back,
+        servers_are_restarted_in_order,
+        network_is_cut,
+        host_leaves_and_joins,
+        learner_is_killed,
+        learner_is_stopped_and_resumed,
+        everything_is_suspended,
+    )
+
+    # What is measured.
+
+    def sample(self, start):
+        """Memory (MB, resident) and open files of every process."""
+        for what, program in (("learner", self.learner), *zip("ab", self.servers)):
+            pids = [program.process.pid]
+            if what != "learner":
+                pids = program.actors()
+            for pid in pids:
+                try:
+                    process = psutil.Process(pid)
+                    rss = process.memory_info().rss / 2**20
+                    files = process.num_fds()
+                except psutil.Error:
+                    continue
+                kind = what if what == "learner" else "server"
+                self.samples.append((kind, pid, time.monotonic() - start, rss, files))
+
+    def wait_for_progress(self, start, timeout_s=180):
+        before = self.step()
+        deadline = time.monotonic() + timeout_s
+        while self.step() < before + 1000:
+            if time.monotonic() > deadline or self.learner.process.poll() is not None:
+                raise AssertionError(
+                    f"no progress beyond step {before}:\n{self.learner.output[-3000:]}"
+                )
+            time.sleep(1)
+        self.sample(start)
+
+    def growth(self):
+        """Of each process that lived for five minutes: how much more memory and how
+        many more files it has at its end than after a minute."""
+        result = []
+        for pid in dict.fromkeys(pid for _, pid, *_ in self.samples):
+            rows = [s for s in self.samples if s[1] == pid]
+            rows = [s for s in rows if s[2] > rows[0][2] + 60]
+            if len(rows) < 6 or rows[-1][2] - rows[0][2] < 240:
+                continue
+            n = len(rows) // 3
+            (rss, files), (last_rss, last_files) = (
+                [statistics.median(s[k] for s in part) for k in (3, 4)]
+                for part in (rows[:n], rows[-n:])
+            )
+            result.append({
+                "process": rows[0][0], "minutes": (rows[-1][2] - rows[0][2]) / 60,
+                "MB": [round(rss), round(last_rss)], "files": [files, last_files],
+            })  # fmt: skip
+        return result
+
+    def close(self):
+        for program in (*self.servers, self.learner):
+            if program is not None:
+                program.__exit__()
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--minutes", type=float, default=20)
+    p.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    p.add_argument("--out", type=pathlib.Path)
+    options = p.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    rng = random.Random(options.seed)
+    counts = dict.fromkeys((f.__name__ for f in Soak.FAULTS), 0)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory, hosts(2) as two:
+        soak = Soak(directory, two, rng)
+        try:
+            soak.start()
+            soak.wait_for_progress(start)
+            while time.monotonic() - start < 60 * options.minutes:
+                time.sleep(rng.expovariate(1 / 5))
+                fault = rng.choice(Soak.FAULTS)
+                minutes = (time.monotonic() - start) / 60
+                name = fault.__name__.replace("_", " ")
+                print(f"{minutes:6.1f} min  step {soak.step():>9,}  {name}", flush=True)
+                fault(soak)
+                soak.wait_for_progress(start)
+                counts[fault.__name__] += 1
+            soak.end_learner(signal.SIGTERM)
+        finally:
+            soak.close()
+    return report(soak, counts, options)
+
+
+def report(soak, counts, options):
+    names = (
+        "delivered",
+        "learned from",
+        "begun",
+        "lost with their stream",
+        "unfinished",
+    )
+    totals = dict.fromkeys(names, 0)
+    wrong = []
+    for session in soak.sessions:
+        if session["rollouts"] is None:
+            continue  # It was killed, and could not say.
+        for name, n in zip(names, session["rollouts"]):
+            totals[name] += n
+        delivered, learned, begun, lost, unfinished = session["rollouts"]
+        if begun != delivered + lost + unfinished:
+            wrong.append(f"rollouts do not add up: {session}")
+        if not learned <= delivered <= learned + 8:  # A batch waits, another opens.
+            wrong.append(f"rollouts are missing: {session}")
+        if learned * T < session["steps"]:
+            wrong.append(f"more steps than were learned from: {session}")
+    growth = soak.growth()
+    for process in growth:
+        (mb, last_mb), (files, last_files) = process["MB"], process["files"]
+        if last_mb > 1.1 * mb + 10 or last_files > files + 3:
+            wrong.append(f"it grows: {process}")
+    result = {
+        "machine": experiment.meta(options),
+        "minutes": options.minutes,
+        "steps": sum(s["steps"] for s in soak.sessions),
+        "faults": counts,
+        "sessions of the learner": len(soak.sessions),
+        "killed": len(soak.lost_steps),
+        "steps lost by each kill": soak.lost_steps,
+        "rollouts of sessions that were not killed": totals,
+        "streams that came back": sum(s["reconnects"] for s in soak.sessions),
+        "growth": growth,
+        "wrong": wrong,
+    }
+    text = json.dumps({k: v for k, v in result.items() if k != "machine"}, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
