@@ -1,4 +1,4 @@
-"""Both programs, and what their machine does to them, where that takes longer than a few
+"""Both programs, and what their machine does to them, where that takes more than a few
 seconds. pytest does not find it by itself: make test-faults.
 """
 
