@@ -10,13 +10,14 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong poly test csrc-test proto fuzz wheel lint format bench gpu-bundle \
-	clean
+.PHONY: help setup pong poly test test-faults csrc-test proto fuzz wheel lint format bench \
+	gpu-bundle clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make poly    the same with PolyBeast"
 	@echo "make test    all tests (ARGS=\"-k name\")"
+	@echo "make test-faults  programs that are killed, stopped and starved, four minutes"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
 	@echo "make fuzz    FUZZ_SECONDS (60) of random messages"
@@ -34,8 +35,12 @@ poly: setup
 	$(python) -m polybeast --env PongNoFrameskip-v4 $(ARGS)
 
 test: lint csrc-test
-	$(python) -m pytest --collect-only tests/cuda.py >/dev/null
+	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
 	$(python) -m pytest $(ARGS)
+
+# They mostly wait.
+test-faults: setup
+	$(python) -m pytest -n 4 $(ARGS) tests/faults.py
 
 lint: setup
 	$(python) -m ruff check .
@@ -82,7 +87,7 @@ gpu-bundle: $(VENV)/.dev
 	mkdir -p dist/gpu build
 	cp dist/torchbeast-*-cp312-*.whl dist/gpu
 	grep -vE '^(torch|opencv)' requirements.txt > build/gpu-requirements.txt
-	grep -E '^(pytest|psutil)' requirements-dev.txt >> build/gpu-requirements.txt
+	grep -E '^(pytest==|psutil)' requirements-dev.txt >> build/gpu-requirements.txt
 	$(python) -m pip download --quiet --disable-pip-version-check --dest dist/gpu \
 		--only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 		--platform manylinux_2_28_x86_64 --requirement build/gpu-requirements.txt

@@ -6,36 +6,44 @@ that is killed takes none along.
 """
 
 import logging
+import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import shutil
 import signal
 import threading
 import time
 from collections import deque
-from multiprocessing import resource_tracker
 
 import torch
 import torch.multiprocessing as mp
 
 import experiment
+from command_line import allow_open_files, start_process
 from environment import BadInput, leaves, map_structure
 from experiment import Stop
 
 log = logging.getLogger("torchbeast")
+PAGE = resource.getpagesize()
 
 
-def check_shared_memory(flags, specs):
-    """BadInput if /dev/shm is too small: writing past its end would be a SIGBUS."""
-    needed = flags.num_buffers * sum(x.nbytes for _, x in leaves(specs))
+def check_limits(flags, specs, model):
+    """BadInput if buffers and weights need more open files or shared memory than there
+    are: writing past the end of /dev/shm would be a SIGBUS."""
+    sizes = [flags.num_buffers * x.nbytes for _, x in leaves(specs)]
+    sizes += 2 * [x.nbytes for x in model.state_dict().values()]
+    allow_open_files(len(sizes) + 1 + 4 * flags.num_actors)
     if not os.path.isdir("/dev/shm"):
         return  # Not Linux: shared memory has no such limit.
+    needed = sum((size // PAGE + 2) * PAGE for size in sizes)
     available = shutil.disk_usage("/dev/shm").free
     if needed > available:
         raise BadInput(
-            f"the rollout buffers need {needed:,} bytes of shared memory, /dev/shm has "
-            f"{available:,}: use fewer --num_buffers ({flags.num_buffers} now), or "
-            "enlarge it (mount -o remount,size=8G /dev/shm; docker run --shm-size=8g)"
+            f"rollout buffers and weights need {needed:,} bytes of shared memory, "
+            f"/dev/shm has {available:,}: use fewer --num_buffers "
+            f"({flags.num_buffers} now), or enlarge it (mount -o remount,size=8G "
+            "/dev/shm; docker run --shm-size=8g)"
         )
 
 
@@ -106,6 +114,17 @@ def send(connection, message):
         pass
 
 
+def _actor_process(act, *args):
+    threading.Thread(target=_end_with_learner, daemon=True).start()
+    act(*args)
+
+
+def _end_with_learner():
+    """However the learner ends, and in the middle of whatever step."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 class ActorProcesses:
     """Starts actors, gives them free buffers, passes full ones on, restarts the dead.
 
@@ -145,23 +164,17 @@ class ActorProcesses:
             self._start_actor(index)
 
     def _start_actor(self, index):
-        ours, theirs = self._context.Pipe()
         # Not the seeds of the process it replaces: those led to where it died.
         seed = experiment.derive_seed(self.seed, index, self.restarts)
-        process = self._context.Process(
-            target=self.act,
-            name=f"actor-{index}",
-            args=(self.flags, index, seed, self.buffers, self.weights, theirs),
-        )
-        # Ctrl-C and a service manager's SIGTERM reach the whole group: they are the
-        # learner's to act on. Blocked, an actor never sees them, from its first moment.
-        resource_tracker.ensure_running()  # Else start() does it, and unblocks them.
-        signals = (signal.SIGINT, signal.SIGTERM)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            ours, theirs = self._context.Pipe()
+            args = (self.flags, index, seed, self.buffers, self.weights, theirs)
+            process = self._context.Process(
+                target=_actor_process, name=f"actor-{index}", args=(self.act, *args)
+            )
+            start_process(process)
+        except OSError as e:
+            raise Stop(f"actor {index} cannot be started: {e.strerror}") from e
         theirs.close()
         with self._lock:
             if self._stopping:

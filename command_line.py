@@ -1,12 +1,17 @@
 """What every program here does on the command line: flags of the environment, bad input
-as one line, log lines. No torch in here: environment servers import this file.
+as one line, log lines, processes. No torch in here: environment servers import it.
 """
 
 import argparse
 import ctypes
 import logging
 import math
+import resource
+import signal
 import threading
+from multiprocessing import resource_tracker
+
+from environment import BadInput
 
 log = logging.getLogger("torchbeast")
 
@@ -106,3 +111,31 @@ def keep_freed_memory():
     mallopt(TRIM_THRESHOLD, 2**31 - 1)
     # Only one arena keeps: those of other threads are unmapped when they are empty.
     mallopt(ARENA_MAX, 1)
+
+
+def allow_open_files(num_files):
+    """Raises this process's limit of open files, if it is too low for so many beside
+    some 60 of libraries, logs and environments. BadInput if that is not allowed."""
+    needed = num_files + 64
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        raise BadInput(
+            f"this command needs {needed} open files, the limit is {hard}: raise it "
+            "(ulimit -Hn; LimitNOFILE= of systemd; docker run --ulimit nofile=...)"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def start_process(process):
+    """Starts a multiprocessing.Process that never sees SIGINT and SIGTERM: Ctrl-C and a
+    service manager send them to the whole group, and they are this process's to act on.
+    They are blocked, so that it is so from the first moment. OSError if the machine has
+    too many processes or open files."""
+    resource_tracker.ensure_running()  # Else start() does it, and unblocks them.
+    signals = (signal.SIGINT, signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

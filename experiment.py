@@ -6,6 +6,7 @@ logs, checkpoint and resume, the progress display.
         logs.csv       one line per --log_interval_steps; columns: see COLUMNS
         events.out.*   the same for TensorBoard
         out.log        what was printed
+        lock           held by the process that trains
         model.tar      the last checkpoint
         test.json      what --mode test found
     <savedir>/latest   the newest run
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import csv
 import datetime
+import io
 import json
 import logging
 import math
@@ -33,9 +35,11 @@ from collections import deque
 import numpy as np
 import torch
 
+import files
 import vtrace
 from command_line import environment_parser, log, number, setup_logging
 from environment import BadInput
+from files import cut_log, write_atomically
 
 COLUMNS = {
     "step": "agent steps learned from (T * B an update)",
@@ -194,34 +198,40 @@ class Run:
         self.returns = deque(maxlen=100)
         self.frames_per_step = frames_per_step
         self.stage_seconds = dict  # Called for seconds so far, by stage: see STAGES.
-        self.display = self._csv = self._tensorboard = None
+        self.display = self._csv = self._tensorboard = self._lock = None
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
 
-    def load(self, model):
-        """The checkpoint to resume from, its weights loaded into model; or None.
-        BadInput if there is one that does not fit."""
-        if self.flags.disable_checkpoint or not self.checkpoint_path.exists():
-            return None
-        return load_checkpoint(self.checkpoint_path, self.flags, model)
+    def open(self, model):
+        """Creates the directory, for this process alone. Returns the checkpoint to
+        resume from, its weights loaded into model; or None.
 
-    def open(self):
-        """Creates the directory. BadInput if it cannot be written to."""
-        savedir = self.path.parent
+        BadInput if it cannot be written to, if another process trains this run, or if
+        there is a checkpoint that does not fit.
+        """
+        checkpoint = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # Before the checkpoint is read: nobody else writes another one after that.
+            self._lock = files.lock(self.path / "lock")
+            if self.checkpoint_path.exists() and not self.flags.disable_checkpoint:
+                checkpoint = load_checkpoint(self.checkpoint_path, self.flags, model)
             for name in ("out.log", "logs.csv"):
                 (self.path / name).open("a").close()
+        except files.Locked as e:
+            raise BadInput(f"--xpid {self.flags.xpid} is being trained by {e}") from e
         except OSError as e:
-            raise BadInput(f"--savedir {savedir}: {e.filename}: {e.strerror}") from e
-        link = savedir / f".latest-{os.getpid()}"
+            message = f"{e.filename or self.path}: {e.strerror}"
+            raise BadInput(f"--savedir {self.path.parent}: {message}") from e
+        link = self.path.parent / f".latest-{os.getpid()}"
         try:
             link.symlink_to(self.path.name)
-            os.replace(link, savedir / "latest")
+            os.replace(link, self.path.parent / "latest")
         except OSError as e:  # No symlinks here, or `latest` is the user's own.
             link.unlink(missing_ok=True)
-            log.warning("no link %s: %s", savedir / "latest", e.strerror)
+            log.warning("no link %s: %s", self.path.parent / "latest", e.strerror)
         setup_logging(self.path / "out.log")
+        return checkpoint
 
     @contextlib.contextmanager
     def disk_errors(self):
@@ -244,6 +254,8 @@ class Run:
         with self.disk_errors():
             self._write_meta()
             path = self.path / "logs.csv"
+            if self.step:
+                cut_log(path, self.step)
             self._csv = open(path, "a", newline="", buffering=1)
             # A run that was begun with other columns keeps them.
             with open(path, newline="") as f:
@@ -259,9 +271,13 @@ class Run:
     def _write_meta(self):
         path = self.path / "meta.json"
         sessions = []
-        if path.exists():
+        try:
             earlier = json.loads(path.read_text())
             sessions = [*earlier.pop("earlier_sessions", []), earlier]
+        except FileNotFoundError:
+            pass
+        except (ValueError, AttributeError) as e:
+            log.warning("%s is written anew: %s", path, e)
         data = dict(meta(self.flags), first_step=self.step, earlier_sessions=sessions)
         write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
 
@@ -379,7 +395,7 @@ class Run:
         """Whatever start() got done, and whatever state the disk is in."""
         if self.display is not None:
             self.display.close()
-        for file in (self._tensorboard, self._csv):
+        for file in (self._tensorboard, self._csv, self._lock):
             if file is not None:
                 try:
                     file.close()
@@ -429,25 +445,10 @@ def run_path(flags) -> pathlib.Path:
 
 def save_checkpoint(path, checkpoint):
     """Atomic: the old file, or the whole new one. OSError if the disk is full."""
-    import io
-
     # Through memory: torch's own writer hides the reason of a failed write.
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     write_atomically(path, buffer.getbuffer())
-
-
-def write_atomically(path, data):
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def load_checkpoint(path, flags, model) -> dict:
@@ -458,30 +459,33 @@ def load_checkpoint(path, flags, model) -> dict:
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        saved = checkpoint["flags"]
-        weights = checkpoint["model"]
+        env, _ = checkpoint["flags"]["env"], int(checkpoint["step"])
+        weights = dict(checkpoint["model"])
+        theirs = {name: tuple(x.shape) for name, x in weights.items()}
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {path}") from None
     except Exception as e:  # Whatever a damaged or hostile file leads to.
-        reason = str(e).strip().splitlines()
-        raise BadInput(
-            f"{path} is not a checkpoint that can be read: "
-            f"{type(e).__name__}: {reason[0] if reason else ''}"
-        ) from e
-    if saved["env"] != flags.env:
-        raise BadInput(f"checkpoint {path} is of --env {saved['env']}, not {flags.env}")
-    ours = model.state_dict()
-    for name in [*ours, *weights]:
-        shapes = [
-            tuple(w[name].shape) if name in w else "not there" for w in (weights, ours)
-        ]
-        if shapes[0] != shapes[1]:
+        raise not_a_checkpoint(path, e) from e
+    if env != flags.env:
+        raise BadInput(f"checkpoint {path} is of --env {env}, not {flags.env}")
+    ours = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
             raise BadInput(
-                f"checkpoint {path} is of another network: {name} is {shapes[0]} in "
-                f"the checkpoint, {shapes[1]} in the network of this command"
+                f"checkpoint {path} is of another network: {name} is "
+                f"{theirs.get(name, 'not there')} in the checkpoint, "
+                f"{ours.get(name, 'not there')} in the network of this command"
             )
     model.load_state_dict(weights)
     return checkpoint
+
+
+def not_a_checkpoint(path, error):
+    reason = [line for line in str(error).splitlines() if line.strip()][:1]
+    return BadInput(
+        f"{path} is not a checkpoint that can be read: "
+        f"{type(error).__name__}: {''.join(reason)}"
+    )
 
 
 def get_rng_state():

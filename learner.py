@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from command_line import log
 from environment import leaves, map_structure
-from experiment import Stop
+from experiment import Stop, not_a_checkpoint
 
 
 def choose_action(policy_logits, greedy=False):
@@ -279,10 +279,14 @@ class Learner:
         )
 
     def restore(self, checkpoint):
-        self.run.restore(checkpoint)
+        """BadInput if something is missing in the checkpoint, or damaged."""
+        try:
+            self.run.restore(checkpoint)
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            self.scheduler.load_state_dict(checkpoint["scheduler"])
+        except Exception as e:
+            raise not_a_checkpoint(self.run.checkpoint_path, e) from e
         self.updates = self.run.updates
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.scheduler.load_state_dict(checkpoint["scheduler"])
         # This command's flags count, not those the checkpoint was made with.
         flags = self.flags
         self.scheduler.base_lrs = [flags.learning_rate]

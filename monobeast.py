@@ -34,7 +34,7 @@ import vtrace
 from actors import (
     ActorProcesses,
     SharedWeights,
-    check_shared_memory,
+    check_limits,
     create_buffers,
     receive,
     send,
@@ -380,10 +380,9 @@ def train(flags):
         )
     model = create_net(flags, env)
     specs = rollout_specs(flags, env, model)
-    check_shared_memory(flags, specs)
+    check_limits(flags, specs, model)
     run = experiment.Run(flags, env.frames_per_step)
-    checkpoint = run.load(model)
-    run.open()
+    checkpoint = run.open(model)
 
     buffers = create_buffers(specs, flags.num_buffers)
     learner = Learner(flags, run, model, SharedWeights(model), device, learn)

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 
 import experiment
+from command_line import log
 from environment import BadInput
 
 
@@ -79,7 +80,10 @@ def report(flags, path, trained_steps, returns, lengths):
         "steps": lengths,
     }
     text = json.dumps(data, indent=4) + "\n"
-    experiment.write_atomically(path / "test.json", text.encode())
+    try:
+        experiment.write_atomically(path / "test.json", text.encode())
+    except OSError as e:
+        log.warning("%s: not written: %s", path / "test.json", e.strerror)
 
 
 class Video:

@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import signal
 import sys
-import tempfile
 import threading
 
 import torch
@@ -31,11 +30,19 @@ from torch import nn
 
 import encoders
 import experiment
+import files
 import play
 import polybeast_env
 import streams
 import vtrace
-from command_line import Parser, keep_freed_memory, log, number, setup_logging
+from command_line import (
+    Parser,
+    allow_open_files,
+    keep_freed_memory,
+    log,
+    number,
+    setup_logging,
+)
 from encoders import autocast, initialize, make_encoder
 from environment import BadInput, map_structure
 from experiment import Stop
@@ -292,8 +299,10 @@ def train(flags):
         raise BadInput(str(e)) from e
     if flags.video:
         raise BadInput("--video goes with --mode test")
+    num_streams = flags.num_servers
     if flags.server_addresses is not None:
-        streams.addresses(flags.server_addresses)
+        num_streams = len(streams.addresses(flags.server_addresses))
+    allow_open_files(8 * num_streams)
     flags.seed = experiment.set_seed(flags.seed)
     device = experiment.get_device(flags, "learner_device")
     actor_device = experiment.get_device(flags, "actor_device")
@@ -301,8 +310,7 @@ def train(flags):
     env.close()
     model = create_net(flags, env)
     run = experiment.Run(flags, env.frames_per_step)
-    checkpoint = run.load(model)
-    run.open()
+    checkpoint = run.open(model)
     weights = PublishedWeights(model, actor_device)
     learner = Learner(flags, run, model, weights, device, learn)
     if checkpoint is not None:
@@ -383,7 +391,7 @@ def server_addresses(flags, servers, stack):
     """Those of --server_addresses, or of servers started for this run."""
     if flags.server_addresses is not None:
         return streams.addresses(flags.server_addresses)
-    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbeast-"))
+    directory = files.temporary_directory(stack)
     first = f"unix:{directory}/server"
     addresses = polybeast_env.addresses(first, flags.num_servers)
     # The learner seeds its streams.

@@ -31,11 +31,13 @@ import environment
 import torchbeast_pb2 as pb
 from command_line import (
     Parser,
+    allow_open_files,
     environment_parser,
     keep_freed_memory,
     log,
     number,
     setup_logging,
+    start_process,
 )
 from environment import BadInput
 
@@ -360,16 +362,18 @@ class Server:
         self.start()
 
     def start(self):
+        """OSError if the machine has too many processes or open files."""
+        self.started_at = time.monotonic()
         context = multiprocessing.get_context("spawn")
-        self.connection, child = context.Pipe()
-        self.process = context.Process(
+        connection, child = context.Pipe()
+        process = context.Process(
             target=serve,
             args=(self.flags, self.address, self.directory, child),
             name=self.address,
         )
-        self.process.start()
+        start_process(process)
         child.close()
-        self.started_at = time.monotonic()
+        self.process, self.connection = process, connection
 
     def wait_until_ready(self):
         """BadInput if it cannot serve there."""
@@ -388,12 +392,12 @@ class Server:
         if ran_s < wait_s:
             return
         self.restarts += 1
-        log.error(
-            "server at %s ended (exit code %s), started again",
-            self.address,
-            self.process.exitcode,
-        )
-        self.start()
+        code, outcome = self.process.exitcode, "started again"
+        try:
+            self.start()
+        except OSError as e:
+            outcome = f"cannot be started again: {e.strerror}"
+        log.error("server at %s ended (exit code %s), %s", self.address, code, outcome)
 
     def stop(self):
         self.connection.close()  # Which ends it.
@@ -417,7 +421,11 @@ class Servers:
         directory: of their sockets, theirs to remove when this process is gone.
         """
         for address in addresses:
-            self._servers.append(Server(flags, address, directory))
+            try:
+                self._servers.append(Server(flags, address, directory))
+            except OSError as e:
+                message = f"the server at {address} cannot be started: {e.strerror}"
+                raise BadInput(message) from e
         for server in self._servers:
             server.wait_until_ready()
 
@@ -444,6 +452,7 @@ def run(flags):
     if flags.num_servers is None:
         flags.num_servers = len(os.sched_getaffinity(0))
     all_addresses = addresses(flags.address, flags.num_servers)
+    allow_open_files(max(4 * flags.num_servers, MAX_STREAMS))
     create_env(flags, flags.envs_per_server).close()  # BadInput here, not in a process.
     received = []
     for s in (signal.SIGINT, signal.SIGTERM):

@@ -13,6 +13,8 @@ import threading
 import time
 import warnings
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
 TIMEOUT_S = 300  # Against hangs; nothing takes a tenth of it.
 
@@ -21,10 +23,10 @@ def command(*args, module="monobeast"):
     return [sys.executable, "-m", module, *map(str, args)]
 
 
-def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, **kwargs):
+def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, prefix=(), **kwargs):
     """Runs the program to its end. Its output is in .stdout and .stderr."""
     return subprocess.run(
-        command(*args, module=module),
+        [*prefix, *command(*args, module=module)],
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -92,7 +94,12 @@ class Program:
         while (left := session(self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"processes left behind: {[cmdline(p) for p in left]}"
-        assert shared_memory() <= self.shm_before
+        # Of other programs' memory a name is there for a moment.
+        names = shared_memory() - self.shm_before
+        while names and time.monotonic() < deadline:
+            time.sleep(0.1)
+            names &= shared_memory()
+        assert not names
         return code
 
     def __enter__(self):
@@ -146,6 +153,45 @@ def read_logs(path):
     """The rows of logs.csv as dicts of strings."""
     with open(path / "logs.csv", newline="") as f:
         return list(csv.DictReader(f))
+
+
+# Disks.
+
+
+@contextlib.contextmanager
+def disk(path, option):
+    """A disk at path: in memory, "size=200k"; or what is there, read only, "bind".
+    Where the machine does not allow that, the test is skipped."""
+    path.mkdir(exist_ok=True)
+    commands = [["mount", "-t", "tmpfs", "-o", option, "tmpfs", path]]
+    if option == "bind":
+        commands = [
+            ["mount", "--bind", path, path],
+            ["mount", "-o", "remount,ro,bind", path],
+        ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True)
+            except subprocess.CalledProcessError as e:
+                pytest.skip(f"no disk can be mounted: {e.stderr.strip()}")
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], capture_output=True)
+
+
+def private_mounts(*commands):
+    """What to put before a program that is to run after these commands, whose mounts
+    nobody else sees. Where the machine does not allow that, the test is skipped."""
+    user = [] if os.getuid() == 0 else ["--map-root-user"]
+    prefix = ["unshare", *user, "--mount", "sh", "-ec", "; ".join(commands) + '; "$@"']
+    try:
+        subprocess.run(
+            [*prefix, "", "true"], check=True, capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"no private mounts: {getattr(e, 'stderr', '') or e}")
+    return [*prefix, ""]
 
 
 # Other hosts.

@@ -271,7 +271,7 @@ def test_checkpoint_round_trip_restores_weights_counters_and_random_numbers(tmp_
     rng = experiment.get_rng_state()
     expected = (torch.rand(3).tolist(), np.random.rand(3).tolist())
     path = tmp_path / "model.tar"
-    checkpoint = {"model": model.state_dict(), "flags": vars(flags), "rng": rng}
+    checkpoint = dict(model=model.state_dict(), flags=vars(flags), rng=rng, step=7)
     experiment.save_checkpoint(path, checkpoint)
     other = torch.nn.Linear(3, 3)
     loaded = experiment.load_checkpoint(path, flags, other)

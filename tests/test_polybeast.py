@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
     result = run(*SMALL, "--savedir", savedir, "--xpid", "x", "--total_steps", 4000,
                  module="polybeast")  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert directories() == before
+    assert directories() <= before
     return savedir
 
 
@@ -169,7 +169,7 @@ def test_a_signal_saves_and_ends_everything(signum, tmp_path):
     assert (tmp_path / "x" / "model.tar").exists()
     assert f"stopped by {signum.name}" in program.output
     assert "Traceback" not in program.output
-    assert directories() == before
+    assert directories() <= before
 
 
 def test_a_signal_before_the_first_update_ends_the_run_in_order(tmp_path):

@@ -237,10 +237,10 @@ def test_a_killed_learner_leaves_nothing_behind_and_resumes(tmp_path):
     before = directories()
     with Program(*args, module="polybeast") as learner:
         wait_for_steps(tmp_path, 2000)
-        assert directories() > before
+        assert directories() - before
         learner.signal(signal.SIGKILL)
         assert learner.end() == -signal.SIGKILL  # Asserts that no process is left.
-    assert directories() == before
+    assert directories() <= before
     args += ["--total_steps", step(tmp_path) + 2000]
     with Program(*args, module="polybeast") as learner:
         line = learner.wait_for("resuming")

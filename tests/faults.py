@@ -1,0 +1,286 @@
+"""Both programs, and what their machine does to them, where that takes more than a few
+seconds. pytest does not find it by itself: make test-faults.
+"""
+
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import time
+
+import pytest
+
+import files
+from tests.programs import (
+    Program,
+    children,
+    cmdline,
+    private_mounts,
+    read_logs,
+    run,
+    session,
+)
+from tests.test_faults import args, both, load
+from tests.test_polybeast_faults import step, wait_for_steps
+
+LOG = ("--log_interval_steps", 40)  # A line for every update.
+SAVE = ("--checkpoint_interval_seconds", 1e-9)  # A checkpoint, too.
+
+
+def start(module, savedir, *others, **kwargs):
+    return Program(*args(module, savedir, *LOG, *others, **kwargs), module=module)
+
+
+def workers(program):
+    """Process ids of actors or servers."""
+    return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
+
+
+@pytest.fixture
+def savedir(tmp_path):
+    return tmp_path / "logs"
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path_factory, monkeypatch):
+    """Sockets' paths must be short. Nothing is left in it."""
+    path = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(path))
+    yield path
+    assert list(path.iterdir()) == []
+
+
+# Kills.
+
+
+@both
+def test_a_run_that_is_killed_over_and_over_loses_no_more_than_it_had_not_saved(
+    savedir, module
+):
+    """At random moments: while it starts, learns, or writes a checkpoint."""
+    rng = random.Random(module)
+    saved = 0
+    for _ in range(20):
+        with start(module, savedir, *SAVE) as program:
+            if rng.random() < 0.2:
+                time.sleep(rng.uniform(0, 3))
+            else:
+                program.wait_for("results in")
+                time.sleep(rng.uniform(0, 1.5))
+            program.signal(signal.SIGKILL)
+            assert program.end() == -signal.SIGKILL
+        if not (savedir / "x" / "model.tar").exists():
+            continue
+        resumed = re.search(r"resuming .* at step (\d+)", program.output)
+        assert not resumed or int(resumed[1]) == saved
+        last = load(savedir)["step"]
+        assert last >= saved
+        assert step(savedir) - last in (0, 40)  # Logged first, then saved.
+        saved = last
+    assert saved > 1000
+    with start(module, savedir, steps=saved + 400) as program:
+        assert program.end() == 0
+    # Every update is there once, those of all the killed runs included.
+    steps = [int(row["step"]) for row in read_logs(savedir / "x")]
+    assert steps == list(range(40, saved + 401, 40))
+
+
+@both
+def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
+    """Not even actors and servers that are in the middle of a step."""
+    with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
+        program.wait_for("sleeps for an hour")
+        with pytest.raises(files.Locked, match=f"process {program.process.pid} on "):
+            files.lock(savedir / "x" / "lock")
+        program.signal(signal.SIGKILL)
+        assert program.end() == -signal.SIGKILL
+    files.lock(savedir / "x" / "lock").close()
+
+
+@both
+def test_a_run_is_tested_while_it_is_trained(savedir, module):
+    with start(module, savedir, "--checkpoint_interval_seconds", 0.1) as program:
+        wait_for_steps(savedir, 40)
+        test = run(*args(module, savedir), "--mode", "test", "--num_test_episodes", 1,
+                   module=module)  # fmt: skip
+        assert test.returncode == 0, test.stderr
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+
+
+@both
+def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
+    with start(module, savedir, "--checkpoint_interval_seconds", 0.5) as program:
+        wait_for_steps(savedir, 40)
+        shutil.rmtree(savedir)
+        assert program.end() == 1
+    assert "model.tar.tmp: No such file or directory" in program.output
+    assert "Traceback" not in program.output
+
+
+# A machine that sleeps.
+
+
+@both
+def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
+    with start(module, savedir) as program:
+        wait_for_steps(savedir, 400)
+        before = workers(program)
+        processes = [program.process.pid, *session(program.process.pid)]
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in processes:
+                os.kill(pid, signum)
+            time.sleep(40 if signum == signal.SIGSTOP else 0)  # Keepalive's is 30.
+        wait_for_steps(savedir, 1000)
+        assert workers(program) == before
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    for word in ("Traceback", "died", "started again", "no stream"):
+        assert word not in program.output
+    steps = [int(row["step"]) for row in read_logs(savedir / "x")]
+    assert steps == list(range(40, steps[-1] + 1, 40))
+
+
+# Memory, open files, the clock.
+
+
+def test_too_little_shared_memory_is_one_line(tmp_path):
+    """To the byte: with as much as it says, it trains."""
+
+    def limited_to(size):
+        mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
+        return run(*args("monobeast", tmp_path / "logs", steps=40),
+                   prefix=private_mounts(mount))  # fmt: skip
+
+    result = limited_to("100k")
+    [line] = result.stderr.splitlines()
+    needed = re.search("need ([0-9,]+) bytes of shared memory, /dev/shm has", line)[1]
+    needed = int(needed.replace(",", ""))
+    result = limited_to(needed - resource.getpagesize())
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "logs").exists()
+    result = limited_to(needed)
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_actor_that_cannot_be_started_again_ends_the_run_with_one_error(savedir):
+    with start("monobeast", savedir) as program:
+        wait_for_steps(savedir, 40)
+        resource.prlimit(program.process.pid, resource.RLIMIT_NOFILE, (8, 4096))
+        os.kill(workers(program)[0], signal.SIGKILL)
+        program.wait_for("actor 0 cannot be started: Too many open files")
+        assert program.end() == 1
+    assert "Traceback" not in program.output
+
+
+@both
+def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
+    others = (*LOG, "--checkpoint_interval_seconds", 0.5)
+    with Program(
+        module, *args(module, savedir, *others), module="tests.clock"
+    ) as program:
+        wait_for_steps(savedir, 4000)
+        assert load(savedir)["step"] > 0
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    rows = read_logs(savedir / "x")
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds) and seconds[0] >= 0
+    assert all(float(row["sps"]) > 0 for row in rows)
+
+
+# Signals.
+
+
+@both
+def test_a_signal_at_any_moment_of_the_start_is_no_traceback(savedir, module):
+    with start(module, savedir) as program:
+        began = time.monotonic()
+        wait_for_steps(savedir, 40)
+        seconds = time.monotonic() - began
+        os.killpg(program.process.pid, signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    for i in range(12):
+        with start(module, savedir) as program:
+            time.sleep(seconds * i / 12)
+            os.killpg(program.process.pid, signal.SIGTERM)
+            # Before the program deals with signals, it is the system that ends it.
+            assert program.end() in (128 + signal.SIGTERM, -signal.SIGTERM)
+        for word in ("Traceback", "error:", "ended while", "died"):
+            assert word not in program.output
+
+
+@both
+def test_ctrl_c_while_processes_start_is_no_traceback(savedir, module):
+    for i in range(4):
+        with start(module, savedir) as program:
+            program.wait_for("results in") if module == "monobeast" else None
+            while not workers(program):
+                time.sleep(0.01)
+            time.sleep(0.3 * i)
+            os.killpg(program.process.pid, signal.SIGINT)
+            assert program.end() == 128 + signal.SIGINT
+        for word in ("Traceback", "error:", "died"):
+            assert word not in program.output
+
+
+@both
+def test_a_signal_ends_a_run_whose_learner_waits_for_rollouts(savedir, module):
+    with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
+        program.wait_for("sleeps for an hour")
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert "Traceback" not in program.output
+    assert load(savedir)["step"] > 0
+
+
+@both
+def test_a_second_signal_ends_it_at_once(savedir, module):
+    with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
+        program.wait_for("sleeps for an hour")
+        program.signal(signal.SIGTERM)
+        program.signal(signal.SIGINT)
+        assert program.end() in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert "Traceback" not in program.output
+
+
+@both
+def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, module):
+    with start(module, savedir, *SAVE) as program:
+        wait_for_steps(savedir, 40)
+        temporary = savedir / "x" / "model.tar.tmp"
+        while not temporary.exists():
+            pass
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"])
+    assert not temporary.exists()
+
+
+# What is left behind.
+
+
+def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_removes(
+    savedir, own_temporary_directory
+):
+    directory = own_temporary_directory
+    with start("polybeast", savedir) as program:
+        wait_for_steps(savedir, 40)
+        os.killpg(program.process.pid, signal.SIGKILL)
+        program.end()
+        [killed] = directory.iterdir()
+        (directory / "torchbeast-of-somebody").mkdir()
+        with start("polybeast", savedir, "--xpid", "y") as other:
+            other.wait_for("return")
+            [running] = set(directory.glob("torchbeast-????????"))
+            assert running != killed
+            with start("polybeast", savedir) as program:
+                wait_for_steps(savedir, 40)
+                assert running.exists()
+                program.signal(signal.SIGTERM)
+                assert program.end() == 128 + signal.SIGTERM
+            other.signal(signal.SIGTERM)
+            assert other.end() == 128 + signal.SIGTERM
+    assert [path.name for path in directory.iterdir()] == ["torchbeast-of-somebody"]

@@ -1,0 +1,302 @@
+"""Both programs, and what their machine does to them. What takes longer is in
+faults.py; what an environment or a network does, in test_program.py and
+test_polybeast_faults.py.
+"""
+
+import errno
+import importlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+
+import pytest
+import torch
+
+import files
+import polybeast_env
+from tests.programs import (
+    Program,
+    children,
+    cmdline,
+    disk,
+    read_logs,
+    run,
+)
+from tests.test_polybeast_env import free_port
+
+SMALL = {
+    "monobeast": ("--num_actors", 1, "--envs_per_actor", 2),
+    "polybeast": ("--num_servers", 1, "--envs_per_server", 2),
+}
+both = pytest.mark.parametrize("module", SMALL)
+
+
+def args(module, savedir, *others, env="CartPole-v1", steps=10**8):
+    """Run "x" of a program."""
+    return ("--env", env, "--savedir", savedir, "--xpid", "x", "--total_steps", steps,
+            "--batch_size", 2, *SMALL[module], *others)  # fmt: skip
+
+
+def start(module, savedir, *others, **kwargs):
+    return Program(*args(module, savedir, *others, **kwargs), module=module)
+
+
+def refused(module, capfd, *args):
+    """The one line with which the program, in this process, refuses."""
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(module).main([str(a) for a in args])
+    assert exit.value.code == 2
+    [line] = capfd.readouterr().err.splitlines()
+    return line
+
+
+def load(savedir):
+    return torch.load(savedir / "x" / "model.tar", weights_only=True)
+
+
+def workers(program):
+    """Process ids of actors or servers."""
+    return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
+
+
+@pytest.fixture
+def savedir(tmp_path):
+    return tmp_path / "logs"
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory):
+    savedir = tmp_path_factory.mktemp("trained")
+    for module in SMALL:
+        directory = savedir / module
+        result = run(*args(module, directory, steps=400), module=module)
+        assert result.returncode == 0, result.stderr
+    return savedir
+
+
+@pytest.fixture
+def trained(trained_once, module, savedir):
+    """A savedir of its own, with a run of 400 steps."""
+    shutil.copytree(trained_once / module, savedir, symlinks=True)
+    return savedir
+
+
+# Two runs of one name.
+
+
+@both
+def test_a_run_that_is_being_trained_is_refused_naming_who_does(trained, module, capfd):
+    with files.lock(trained / "x" / "lock"):
+        before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+        line = refused(module, capfd, *args(module, trained))
+        assert f"--xpid x is being trained by process {os.getpid()} on " in line
+        assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+
+
+def test_where_nothing_can_be_locked_there_is_a_warning(tmp_path, monkeypatch, caplog):
+    def no_locks(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(files.log, "propagate", True)
+    files.lock(tmp_path / "lock").close()
+    assert "lock: not locked: No locks available" in caplog.text
+
+
+# Checkpoints that are none.
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+def without(name):
+    """A checkpoint in which that is missing."""
+
+    def damage(path):
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint[name]
+        torch.save(checkpoint, path)
+
+    return damage
+
+
+def directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE = {
+    "code": lambda path: torch.save({"model": Evil(path.with_name("ran"))}, path),
+    "code in the old format": lambda path: torch.save(
+        Evil(path.with_name("ran")), path, _use_new_zipfile_serialization=False
+    ),
+    "code without a format": lambda path: path.write_bytes(
+        __import__("pickle").dumps(Evil(path.with_name("ran")))
+    ),
+    "TorchScript": lambda path: torch.jit.save(
+        torch.jit.script(torch.nn.Linear(1, 1)), path
+    ),
+    "garbage": lambda path: path.write_bytes(b"garbage"),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "directory": directory,
+    "a number": lambda path: torch.save(7, path),
+    "no flags": without("flags"),
+    "no weights": without("model"),
+    "no step": without("step"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("mode", ["train", "test"])
+@both
+def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(
+    trained, module, mode, damage, capfd
+):
+    path = trained / "x" / "model.tar"
+    DAMAGE[damage](path)
+    line = refused(module, capfd, *args(module, trained), "--mode", mode)
+    assert f"{path} is not a checkpoint that can be read: " in line
+    assert not path.with_name("ran").exists()
+
+
+@both
+def test_a_checkpoint_of_which_something_is_missing_is_not_resumed(
+    trained, module, capfd
+):
+    without("optimizer")(trained / "x" / "model.tar")
+    line = refused(module, capfd, *args(module, trained))
+    assert "not a checkpoint that can be read: KeyError: 'optimizer'" in line
+
+
+# Disks.
+
+
+def limit_files_to(num_bytes):
+    """For preexec_fn: a write past it fails, as on a full disk."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def assert_one_error(result, *words):
+    """The program ended with exit code 1, and said why once."""
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    errors = [x for x in result.stderr.splitlines() if all(w in x for w in words)]
+    assert len(errors) == 1, result.stderr
+
+
+@both
+def test_full_disk_under_tensorboard_ends_the_run_without_a_traceback(savedir, module):
+    others = ("--log_interval_steps", 40, "--disable_checkpoint")
+    result = run(*args(module, savedir, *others), module=module,
+                 preexec_fn=limit_files_to(300_000))  # fmt: skip
+    assert result.returncode == 1
+    assert "File too large" in result.stderr and str(savedir / "x") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@both
+def test_full_disk_while_saving_keeps_the_last_checkpoint(trained, module):
+    before = (trained / "x" / "model.tar").read_bytes()
+    result = run(*args(module, trained, steps=2000), module=module,
+                 preexec_fn=limit_files_to(len(before) // 2))  # fmt: skip
+    assert_one_error(result, "File too large", "model.tar")
+    assert (trained / "x" / "model.tar").read_bytes() == before
+    assert not list((trained / "x").glob("*.tmp"))
+
+
+@both
+def test_full_disk_while_logging_ends_the_run_with_one_error(tmp_path, module):
+    with disk(tmp_path / "disk", "size=1m") as path:
+        (path / "other").write_bytes(bytes(2**20 - 28_000))
+        others = ("--log_interval_steps", 40, "--disable_checkpoint")
+        result = run(*args(module, path, *others), module=module)
+        assert_one_error(result, "No space left on device", "no checkpoint was written")
+        logs = (path / "x" / "logs.csv").read_text()
+        # There is room again, and the run goes on.
+        (path / "other").unlink()
+        result = run(*args(module, path, *others, steps=400), module=module)
+        assert result.returncode == 0, result.stderr
+        assert (path / "x" / "logs.csv").read_text().startswith(logs)
+
+
+@both
+def test_a_disk_that_cannot_be_written_to_is_one_line(trained, module, capfd):
+    with disk(trained, "bind") as path:
+        line = refused(module, capfd, *args(module, path))
+        assert f"--savedir {path}" in line and "Read-only file system" in line
+        # Testing only reads.
+        test = run(*args(module, path), "--mode", "test", "--num_test_episodes", 1,
+                   module=module)  # fmt: skip
+        assert test.returncode == 0 and "1 episodes: mean return" in test.stdout
+        assert "test.json: not written: Read-only file system" in test.stderr
+
+
+@both
+def test_logs_and_notes_that_were_damaged_do_not_hold_up_a_run(trained, module):
+    """As a machine leaves them whose power failed."""
+    path = trained / "x"
+    header = (path / "logs.csv").read_text().splitlines()[0]
+    row = ",".join(["400"] + ["1"] * header.count(","))
+    later = row.replace("400", "440", 1)  # Made after the checkpoint.
+    text = f"{header}\n{row}\n{later}\n400,1\n\0\0\0\0\n40"
+    (path / "logs.csv").write_text(text)
+    (path / "meta.json").write_bytes(bytes(100))
+    result = run(*args(module, trained, "--log_interval_steps", 40, steps=600),
+                 module=module)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert [int(r["step"]) for r in read_logs(path)] == [400, 440, 480, 520, 560, 600]
+    assert json.loads((path / "meta.json").read_text())["first_step"] == 400
+    assert "meta.json is written anew" in result.stderr
+
+
+# Open files and processes.
+
+
+def limit_open_files_to(soft, hard):
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("module", [*SMALL, "polybeast_env"])
+def test_too_few_open_files_are_one_line(tmp_path, module):
+    flags = args(module, tmp_path) if module in SMALL else ("--env", "CartPole-v1")
+    result = run(*flags, module=module, preexec_fn=limit_open_files_to(48, 48))
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert "open files, the limit is 48" in line
+
+
+@both
+def test_more_open_files_are_allowed_for_where_that_is_possible(tmp_path, module):
+    result = run(*args(module, tmp_path, steps=400), module=module,
+                 preexec_fn=limit_open_files_to(24, 4096))  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_server_is_started_again_as_soon_as_that_is_possible(monkeypatch, caplog):
+    monkeypatch.setattr(files.log, "propagate", True)
+    flags = polybeast_env.parser().parse_args(["--env", "CartPole-v1"])
+    start_process = polybeast_env.start_process
+
+    def restart_until(text):
+        while text not in caplog.text:
+            servers.restart_ended()
+
+    def no_processes(process):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with polybeast_env.Servers() as servers:
+        servers.start(flags, [f"127.0.0.1:{free_port()}"])
+        servers.kill()
+        monkeypatch.setattr(polybeast_env, "start_process", no_processes)
+        restart_until("cannot be started again: Resource temporarily unavailable")
+        monkeypatch.setattr(polybeast_env, "start_process", start_process)
+        restart_until("started again\n")
