@@ -166,13 +166,13 @@ endef
 $(foreach build,$(builds),$(eval $(call csrc_build,$(build))))
 -include $(wildcard build/csrc/*/*.d)
 
-build/csrc/fuzz/fuzz_wire: tests/csrc/fuzz_wire.cc build/csrc/torchbeast.pb.cc $(wildcard csrc/*.h)
+build/csrc/fuzz/fuzz_stream: tests/csrc/fuzz_stream.cc build/csrc/torchbeast.pb.cc $(wildcard csrc/*.h)
 	@command -v clang++ >/dev/null || $(MAKE) --no-print-directory system-package \
 		PACKAGE="clang"
 	@mkdir -p build/csrc/fuzz
 	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined \
-		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_wire.cc \
-		build/csrc/torchbeast.pb.cc -o $@ `pkg-config --libs protobuf`
+		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_stream.cc \
+		build/csrc/torchbeast.pb.cc -o $@ `pkg-config --libs grpc++ protobuf`
 
 # Installs PACKAGE where that is possible without asking; says what to type where not.
 .PHONY: system-package
