@@ -104,8 +104,8 @@ class Pool : public ActorPool {
     agent_.join();
   }
 
-  // How many rollouts came of the answers.
-  int run(const protocol::Arrays& answers) {
+  // Whether a rollout came of the answers.
+  bool run(const protocol::Arrays& answers) {
     FakeStream stream(answers);
     Actor actor;
     try {
@@ -116,9 +116,9 @@ class Pool : public ActorPool {
     } catch (const std::runtime_error& e) {
       check_text(e.what());
     }
-    int rollouts = 0;
-    for (; queue_->size() > 0; ++rollouts) check_nest(queue_->dequeue_many().arrays);
-    return rollouts;
+    const bool result = queue_->size() > 0;
+    while (queue_->size() > 0) check_nest(queue_->dequeue_many().arrays);
+    return result;
   }
 
  private:
@@ -361,10 +361,10 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
     try {
       if (first.ParseFromString(answers.data(0))) {
         const Nest<ArraySpec> spec = decode_spec(first.welcome().step());
-        for (std::string& data : *answers.mutable_data()) {
-          if (!response.ParseFromString(data)) continue;
+        for (std::string& other : *answers.mutable_data()) {
+          if (!response.ParseFromString(other)) continue;
           make_consistent(spec, response.mutable_step());
-          (void)response.SerializePartialToString(&data);
+          (void)response.SerializePartialToString(&other);
         }
       }
     } catch (const std::invalid_argument&) {
@@ -391,6 +391,7 @@ static void check_round_trip(const torchbeast::protocol::Response& response) {
     check_nest(nest);
     protocol::Arrays copy;
     encode_arrays(nest, &copy);
+    arrays->DiscardUnknownFields();
     REQUIRE_THAT(copy.SerializeAsString() == arrays->SerializeAsString());
   } catch (const std::invalid_argument&) {
   }
@@ -400,17 +401,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace torchbeast;
   static grpc::internal::GrpcLibraryInitializer library;
   library.summon();
+  google::protobuf::SetLogHandler(nullptr);
   protocol::Arrays answers;
   if (!answers.ParseFromArray(data, static_cast<int>(size))) return 0;
-  for (const std::string& answer : answers.data()) {
-    protocol::Response response;
-    if (response.ParseFromString(answer)) check_round_trip(response);
-  }
+  protocol::Response first;
+  if (answers.data_size() == 0 || !first.ParseFromString(answers.data(0))) return 0;
+  check_round_trip(first);
   static Pool any(/*check=*/false);
   static Pool checking(/*check=*/true);
-  static const int good = checking.run(good_answers());
-  REQUIRE_THAT(good == 1);
-  any.run(answers);
-  checking.run(answers);
+  static const bool good = checking.run(good_answers());
+  REQUIRE_THAT(good);
+  if (any.run(answers)) checking.run(answers);
   return 0;
 }
