@@ -20,7 +20,7 @@ help:
 	@echo "make test-faults  programs that are killed, stopped and starved, four minutes"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
-	@echo "make fuzz    FUZZ_SECONDS (60) of random messages"
+	@echo "make fuzz    FUZZ_SECONDS (60) of random messages, for each side"
 	@echo "make bench   steps per second of this machine, ten minutes"
 	@echo "make gpu-bundle  what benchmarks/gpu.sh needs on a machine without a network"
 	@echo "make lint    what CI checks of the style; make format mends it"
@@ -63,10 +63,13 @@ csrc-test: setup
 proto: $(VENV)/.system
 	protoc -Icsrc --python_out=. csrc/torchbeast.proto
 
-fuzz: $(VENV)/.system build/csrc/fuzz/fuzz_wire
+# What servers answer, then what learners ask. Found inputs go on from run to run.
+fuzz: setup build/csrc/fuzz/fuzz_stream
 	@mkdir -p build/corpus
-	build/csrc/fuzz/fuzz_wire -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 \
-		-timeout=10 -rss_limit_mb=2048 build/corpus tests/csrc/corpus
+	ASAN_OPTIONS=malloc_context_size=2:quarantine_size_mb=16 build/csrc/fuzz/fuzz_stream \
+		-max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -timeout=10 \
+		-rss_limit_mb=2048 -max_len=4096 -entropic=0 build/corpus tests/csrc/corpus
+	$(python) -m tests.fuzz_requests --seconds $(FUZZ_SECONDS)
 
 # One for each of these interpreters that is there, with gRPC's libraries inside.
 wheel: $(VENV)/.dev $(VENV)/.system
@@ -150,7 +153,7 @@ address_flags := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
 CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc \
 	-MMD -MP
 test_objects := $(patsubst tests/csrc/%.cc,%.o,$(wildcard tests/csrc/test_*.cc)) main.o \
-	torchbeast.pb.o
+	fuzz_stream.o torchbeast.pb.o
 
 build/csrc/torchbeast.pb.cc: csrc/torchbeast.proto
 	@mkdir -p build/csrc
@@ -166,18 +169,18 @@ build/csrc/$(1)/torchbeast.pb.o: build/csrc/torchbeast.pb.cc
 	c++ -std=c++17 -pthread $$($(1)_flags) -c $$< -o $$@
 
 build/csrc/$(1)/tests: $(test_objects:%=build/csrc/$(1)/%)
-	c++ $$($(1)_flags) -pthread $$^ -o $$@ `pkg-config --libs protobuf`
+	c++ $$($(1)_flags) -pthread $$^ -o $$@ `pkg-config --libs grpc++ protobuf`
 endef
 $(foreach build,$(builds),$(eval $(call csrc_build,$(build))))
 -include $(wildcard build/csrc/*/*.d)
 
-build/csrc/fuzz/fuzz_wire: tests/csrc/fuzz_wire.cc build/csrc/torchbeast.pb.cc $(wildcard csrc/*.h)
+build/csrc/fuzz/fuzz_stream: tests/csrc/fuzz_stream.cc build/csrc/torchbeast.pb.cc $(wildcard csrc/*.h)
 	@command -v clang++ >/dev/null || $(MAKE) --no-print-directory system-package \
 		PACKAGE="clang"
 	@mkdir -p build/csrc/fuzz
-	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined \
-		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_wire.cc \
-		build/csrc/torchbeast.pb.cc -o $@ `pkg-config --libs protobuf`
+	clang++ -std=c++17 -O2 -g -fsanitize=fuzzer,address,undefined \
+		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_stream.cc \
+		build/csrc/torchbeast.pb.cc -o $@ `pkg-config --libs grpc++ protobuf`
 
 # Installs PACKAGE where that is possible without asking; says what to type where not.
 .PHONY: system-package

@@ -24,6 +24,7 @@ from concurrent import futures
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import atari_wrappers
@@ -44,7 +45,9 @@ from environment import BadInput
 PROTOCOL_VERSION = 1
 SERVICE = "torchbeast.protocol.EnvironmentServer"
 MAX_STREAMS = 64  # Of a server.
-MAX_MESSAGE_BYTES = 2**30
+MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
+MAX_STEP_BYTES = MAX_MESSAGE_BYTES - 2**21  # Beside a Welcome and lengths.
+MAX_REQUEST_BYTES = 2**22
 MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
 LOG_EVERY_S = 60
 
@@ -127,6 +130,7 @@ DTYPE_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}  # DLPack's.
 def encode_spec(nest):
     """The Spec of a nest of arrays. ValueError for arrays that cannot be sent."""
     arrays = []
+    size = 0
     for path, x in environment.leaves(nest):
         x = np.asarray(x)
         if x.dtype.kind not in DTYPE_CODES or not x.dtype.isnative or x.ndim > 7:
@@ -136,6 +140,12 @@ def encode_spec(nest):
             )
         code = DTYPE_CODES[x.dtype.kind]
         arrays.append(pb.ArraySpec(code=code, bits=8 * x.itemsize, shape=x.shape))
+        size += x.nbytes
+    if size > MAX_STEP_BYTES:
+        raise ValueError(
+            f"a step has {size} bytes, expected at most {MAX_STEP_BYTES}: take smaller "
+            "--envs_per_server"
+        )
     return pb.Spec(structure=encode_structure(nest), arrays=arrays)
 
 
@@ -175,12 +185,16 @@ class EnvironmentServer:
         """What a grpc.Server is given."""
         stream = grpc.stream_stream_rpc_method_handler(
             self.stream,
-            request_deserializer=pb.Request.FromString,
+            # stream() parses requests, and yields serialised responses.
+            request_deserializer=None,
+            response_serializer=None,
         )
         return grpc.method_handlers_generic_handler(SERVICE, {"Stream": stream})
 
     def stream(self, requests, context):
-        """One stream: a batch of environments of its own, from Hello to the end."""
+        """One stream: a batch of environments of its own, from Hello to the end.
+
+        requests: bytes."""
         peer = context.peer()
         if peer.startswith("unix:"):  # All that gRPC knows of it.
             peer = "learner on this host"
@@ -195,7 +209,7 @@ class EnvironmentServer:
         env = None
         stats = Statistics(peer)
         try:
-            hello = next(requests, pb.Request()).hello
+            hello = self._parse(next(requests, b"")).hello
             if hello.version != PROTOCOL_VERSION:
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -206,13 +220,13 @@ class EnvironmentServer:
             with environment.watched():
                 env = create_env(self.flags, self.flags.envs_per_server)
             seed = hello.seed if self.flags.seed is None else self.flags.seed
-            step = env.initial(seed)
+            step = env.initial(seed % 2**30)  # Every environment takes these, and + E.
             # Serialised messages one after the other are one message.
             welcome = pb.Response(welcome=self._welcome(env, step))
             yield welcome.SerializeToString() + encode_step(step)  # Fields are joined.
             shape = (env.num_envs, *env.action_shape)
             for request in requests:
-                action = self._action(request, shape, env.num_actions)
+                action = self._action(self._parse(request), shape, env.num_actions)
                 step = env.step(action)
                 stats.add(step)
                 yield encode_step(step)
@@ -221,9 +235,10 @@ class EnvironmentServer:
         except Exception as e:
             if not context.is_active():
                 return  # The learner is gone, which interrupts next(requests).
-            code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
             if isinstance(e, Refused):
                 code, text = e.args
+            else:
+                code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
             log.error("%s: %s", peer, text)
             context.abort(code, text[-MAX_ERROR_CHARACTERS:])
         finally:
@@ -244,15 +259,24 @@ class EnvironmentServer:
             action=encode_spec(action),
         )
 
+    def _parse(self, request):
+        try:
+            return pb.Request.FromString(request)
+        except DecodeError:
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the learner sent a message that cannot be parsed",
+            ) from None
+
     def _action(self, request, shape, num_actions):
         """The action [E, ...] int64 of a request. Refused if there is none in it."""
         data = request.action.data
         size = 8 * math.prod(shape)
         if len(data) != 1 or len(data[0]) != size:
+            got = f"{len(data[0])} bytes" if len(data) == 1 else f"{len(data)} arrays"
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"the action has {[len(x) for x in data]} bytes, expected [{size}]: "
-                f"int64 {list(shape)}",
+                f"the action has {got}, expected {size} bytes: int64 {list(shape)}",
             )
         action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
         if action.min() < 0 or not (action < num_actions).all():
@@ -316,8 +340,11 @@ def serve(flags, address, directory, parent):
         pool,
         options=[
             ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # No compression: a few bytes could become any number of them.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.per_message_decompression", 0),
             # Learner and server ask each other every 10 s: one that is gone without
             # a word, as when its host's power fails, is noticed after half a minute.
             ("grpc.keepalive_time_ms", 10_000),

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
 #include <chrono>
@@ -25,7 +28,7 @@
 #include "batching_queue.h"
 #include "dynamic_batcher.h"
 #include "nest.h"
-#include "torchbeast.grpc.pb.h"
+#include "torchbeast.pb.h"
 #include "wait.h"
 #include "wire.h"
 
@@ -33,6 +36,7 @@ namespace torchbeast {
 
 inline constexpr int kProtocolVersion = 1;
 inline constexpr int kMaxEnvs = 4096;  // Of a stream.
+inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
 
 struct NoPayload {};
 using LearnerQueue = BatchingQueue<NoPayload>;
@@ -88,8 +92,7 @@ class Rollout {
                      const std::vector<Array>& arrays) {
     if (outputs_.empty()) {
       for (size_t i = 0; i < structure.keys.size(); ++i) {
-        structure_.keys.push_back(structure.keys[i]);
-        structure_.children.push_back(structure.children[i]);
+        add_entry(structure.keys[i], structure.children[i]);
       }
       for (const Array& array : arrays) {
         Dims shape = array.shape;
@@ -111,8 +114,7 @@ class Rollout {
   // Environment e's part of it, [T + 1 or T, 1, ...]; shares memory.
   [[nodiscard]] Nest<Array> of_environment(int64_t e, const Nest<Array>& core_state) {
     if (shared_structure_ == nullptr) {
-      structure_.keys.emplace_back("core_state");
-      structure_.children.push_back(*core_state.structure);
+      add_entry("core_state", *core_state.structure);
       shared_structure_ = std::make_shared<const Structure>(std::move(structure_));
     }
     Nest<Array> result{shared_structure_, {}};
@@ -130,6 +132,16 @@ class Rollout {
     Dims with_time{times};
     for (int i = 0; i < shape.rank(); ++i) with_time.push_back(shape[i]);
     return allocate_array(recycling_allocator(), dtype, with_time);
+  }
+
+  void add_entry(const std::string& key, const Structure& child) {
+    const auto& keys = structure_.keys;
+    if (std::find(keys.begin(), keys.end(), key) != keys.end()) {
+      throw std::invalid_argument("the step has an entry '" + key +
+                                  "', which a rollout has of the agent");
+    }
+    structure_.keys.push_back(key);
+    structure_.children.push_back(child);
   }
 
   const int64_t T_;
@@ -329,7 +341,7 @@ class ActorPool {
     return rollouts_;
   }
 
- private:
+ protected:  // For tests, which bring a stream of their own.
   struct Actor {  // All but seed and thread guarded by mu_.
     Status status;
     bool removed = false;
@@ -339,6 +351,7 @@ class ActorPool {
     std::thread thread;
   };
 
+ private:
   // mu_ must be held for these.
   void start(Actor* actor) {
     actor->thread = std::thread([this, actor] { act(actor); });
@@ -389,7 +402,7 @@ class ActorPool {
       std::unique_lock<std::mutex> lock(mu_);
       if (ends(*actor)) break;
       rollouts_.lost += std::exchange(actor->filling, 0);
-      actor->status.last_error = error;
+      actor->status.last_error = error.substr(0, kMaxErrorBytes);
       ++actor->status.reconnects;
       actor->status.state = "waiting to reconnect";
       if (actor->status.steps > steps_before) wait_s = 0.1;
@@ -407,8 +420,10 @@ class ActorPool {
   // One stream, from Hello to its end, which is always an exception.
   void stream(Actor* actor) {
     grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(std::numeric_limits<int>::max());
-    arguments.SetMaxSendMessageSize(std::numeric_limits<int>::max());
+    arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+    // No compression: a few bytes could become any number of them.
+    arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1);
+    arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
     // Each attempt connects anew: waiting is done in act().
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
@@ -418,10 +433,15 @@ class ActorPool {
     arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // In a long step, too.
     const auto channel = grpc::CreateCustomChannel(
         actor->status.address, grpc::InsecureChannelCredentials(), arguments);
-    const auto stub = protocol::EnvironmentServer::NewStub(channel);
+    const grpc::internal::RpcMethod method(
+        "/torchbeast.protocol.EnvironmentServer/Stream", nullptr,
+        grpc::internal::RpcMethod::BIDI_STREAMING, channel);
     grpc::ClientContext context;
     const Reach reach(this, actor, &context);
-    const auto stream = stub->Stream(&context);
+    using Factory =
+        grpc::internal::ClientReaderWriterFactory<protocol::Request, grpc::ByteBuffer>;
+    const std::unique_ptr<Stream> stream(
+        Factory::Create(channel.get(), method, &context));
     try {
       converse(actor, stream.get());
     } catch (...) {
@@ -435,17 +455,22 @@ class ActorPool {
                                          : status.error_message());
   }
 
-  using Stream =
-      grpc::ClientReaderWriterInterface<protocol::Request, protocol::Response>;
+ protected:
+  // Responses are parsed by read(), which first looks at what that would cost.
+  using Stream = grpc::ClientReaderWriterInterface<protocol::Request, grpc::ByteBuffer>;
 
-  // False if the other side has ended the stream. Throws if it has sent what is no
-  // message: Read() returns false then, too, but Finish() would wait for the end.
+  // False if the other side has ended the stream.
   static bool read(Stream* stream, protocol::Response* response) {
-    constexpr int32_t kUnread = std::numeric_limits<int32_t>::min();
-    response->mutable_welcome()->set_version(kUnread);  // Parsing begins with Clear().
-    if (stream->Read(response)) return true;
-    if (response->welcome().version() == kUnread) return false;
-    throw std::runtime_error("the server sent a message that cannot be parsed");
+    grpc::ByteBuffer bytes;
+    if (!stream->Read(&bytes)) return false;
+    // A reader each, as they end in bytes that cannot be read again.
+    grpc::ProtoBufferReader first(&bytes);
+    check_size(&first);
+    grpc::ProtoBufferReader second(&bytes);
+    if (!response->ParseFromZeroCopyStream(&second)) {
+      throw std::runtime_error("the server sent a message that cannot be parsed");
+    }
+    return true;
   }
 
   // Returns when the other side has ended the stream.
@@ -458,11 +483,20 @@ class ActorPool {
 
     const auto response = std::make_shared<protocol::Response>();
     if (!read(stream, response.get())) return;
-    const protocol::Welcome welcome = response->welcome();
+    const protocol::Welcome& welcome = response->welcome();
     check(welcome);
     const int64_t num_envs = welcome.num_envs();
     const Nest<ArraySpec> spec = decode_spec(welcome.step());
     const Nest<ArraySpec> action_spec = decode_spec(welcome.action());
+    if (spec.structure->kind != Kind::kDict) {
+      throw std::invalid_argument("the server's step is " + spec.structure->describe() +
+                                  ", expected a dict");
+    }
+    if (action_spec.structure->kind != Kind::kLeaf) {
+      throw std::invalid_argument("the server's action is " +
+                                  action_spec.structure->describe() +
+                                  ", expected an array");
+    }
     check_rows(spec, num_envs);
     check_rows(action_spec, num_envs);
     {
@@ -532,6 +566,7 @@ class ActorPool {
     }
   }
 
+ private:
   void deliver(Actor* actor, const Nest<Array>& rollout) {
     {
       std::unique_lock<std::mutex> lock(mu_);

@@ -3,6 +3,9 @@
 
 #pragma once
 
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -21,8 +24,10 @@ namespace torchbeast {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "arrays are sent as they are");
 
-inline constexpr int kMaxNodes = 1024;  // Of a structure, leaves included.
-inline constexpr int64_t kMaxBytes = int64_t{1} << 30;  // Of all arrays of a nest.
+inline constexpr int kMaxMessageBytes = 1 << 28;
+inline constexpr int kMaxWelcomeBytes = 1 << 20;  // Specs and texts, but no arrays.
+inline constexpr int kMaxNodes = 1024;            // Of a structure, leaves included.
+inline constexpr int64_t kMaxBytes = kMaxMessageBytes;  // Of all arrays of a nest.
 
 struct ArraySpec {
   DType dtype;
@@ -80,6 +85,56 @@ inline void encode_structure(const Structure& structure, protocol::Structure* pb
 
 }  // namespace internal
 
+// Throws invalid_argument for a Response that would take much more memory when it is
+// parsed than it has bytes: two of them make an empty array of 40.
+inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
+  const auto refuse = [](const std::string& what) {
+    throw std::invalid_argument("the server sent a message " + what);
+  };
+  google::protobuf::io::CodedInputStream in(response);
+  // The next field, which has bytes; 0 at the end. All other fields are refused.
+  const auto read_field = [&](uint32_t* size) {
+    constexpr uint32_t kLengthDelimited = 2;
+    const uint32_t tag = in.ReadTag();
+    if (tag == 0) return 0u;
+    if (tag % 8 != kLengthDelimited || !in.ReadVarint32(size) ||
+        *size > kMaxMessageBytes) {
+      refuse("that cannot be parsed");
+    }
+    return tag / 8;
+  };
+  const auto skip = [&](uint32_t size) {
+    if (!in.Skip(static_cast<int>(size))) refuse("that cannot be parsed");
+  };
+  uint32_t welcome_bytes = 0;
+  int num_arrays = 0;
+  uint32_t size = 0;
+  while (const uint32_t field = read_field(&size)) {
+    if (field == protocol::Response::kWelcomeFieldNumber) {
+      welcome_bytes += size;
+      if (welcome_bytes > kMaxWelcomeBytes) {
+        refuse("with a welcome of more than " + std::to_string(kMaxWelcomeBytes) +
+               " bytes");
+      }
+      skip(size);
+    } else if (field == protocol::Response::kStepFieldNumber) {
+      const auto outer = in.PushLimit(static_cast<int>(size));
+      while (const uint32_t inner = read_field(&size)) {
+        if (inner != protocol::Arrays::kDataFieldNumber) {
+          refuse("that cannot be parsed");
+        }
+        if (++num_arrays > kMaxNodes) {
+          refuse("of more than " + std::to_string(kMaxNodes) + " arrays");
+        }
+        skip(size);
+      }
+      in.PopLimit(outer);
+    } else {
+      refuse("that cannot be parsed");
+    }
+  }
+}
+
 // Throws invalid_argument that says what is wrong with it.
 [[nodiscard]] inline Nest<ArraySpec> decode_spec(const protocol::Spec& pb) {
   int nodes = 0;
@@ -111,9 +166,10 @@ inline void encode_structure(const Structure& structure, protocol::Structure* pb
     for (const int64_t size : array.shape()) {
       spec.shape.push_back(size);
       if (size < 0 || size > kMaxBytes) {
-        refuse("has shape " + spec.shape.str() + ", expected sizes from 0 to 2^30");
+        refuse("has shape " + spec.shape.str() + ", expected sizes from 0 to 2^28");
       }
-      bytes = size == 0 ? 0 : (bytes > kMaxBytes / size ? kMaxBytes + 1 : bytes * size);
+      // An empty array's other sizes count, too: its strides are made of them.
+      bytes *= std::max<int64_t>(1, size);
       if (bytes > kMaxBytes) break;
     }
     total += bytes;
@@ -156,6 +212,12 @@ inline void encode_structure(const Structure& structure, protocol::Structure* pb
                                   std::to_string(data.size()) + " bytes, expected " +
                                   std::to_string(leaf.bytes()) + ": " +
                                   leaf.dtype.name() + " " + leaf.shape.str());
+    }
+    // Whoever reads another byte as a bool may do anything.
+    if (leaf.dtype.code == DType::kBool &&
+        std::any_of(data.begin(), data.end(), [](char c) { return c != 0 && c != 1; })) {
+      throw std::invalid_argument(spec.structure->leaf_name(i) +
+                                  " has a bool that is neither 0 nor 1");
     }
     // Arrays into a message are only read.
     auto* bytes = reinterpret_cast<std::byte*>(const_cast<char*>(data.data()));

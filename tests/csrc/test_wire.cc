@@ -1,3 +1,5 @@
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+
 #include "arrays.h"
 #include "wire.h"
 
@@ -113,12 +115,75 @@ TEST_CASE("types, ranks and sizes beyond the limits are refused") {
                  }),
                  "9 dimensions, expected at most 8"));
   CHECK(contains(refusal([](auto* a) { a->set_shape(0, -1); }), "shape [-1"));
-  CHECK(contains(refusal([](auto* a) { a->set_shape(0, int64_t{1} << 62); }), "2^30"));
+  CHECK(contains(refusal([](auto* a) { a->set_shape(0, int64_t{1} << 62); }), "2^28"));
   CHECK(contains(refusal([](auto* a) {
-                   a->set_shape(0, 1 << 30);
-                   a->set_shape(1, 1 << 30);
+                   a->set_shape(0, 1 << 28);
+                   a->set_shape(1, 1 << 28);
                  }),
-                 "more than 1073741824 bytes"));
+                 "more than 268435456 bytes"));
+  // Nor may an empty array's strides overflow.
+  CHECK(contains(refusal([](auto* a) {
+                   a->set_shape(0, 0);
+                   for (int i = 0; i < 4; ++i) a->add_shape(1 << 28);
+                 }),
+                 "more than 268435456 bytes"));
+}
+
+TEST_CASE("a bool that is neither 0 nor 1 is refused") {
+  const Nest<ArraySpec> spec =
+      make_nest<ArraySpec>(leaf(), {{{DType::kBool, 8}, {3}}});
+  auto arrays = std::make_shared<protocol::Arrays>();
+  arrays->add_data(std::string("\0\1\1", 3));
+  CHECK(decode_arrays(spec, arrays).leaves.size() == 1);
+  arrays->set_data(0, std::string("\0\1\2", 3));
+  CHECK(contains(
+      message<std::invalid_argument>([&] { (void)decode_arrays(spec, arrays); }),
+      "the array has a bool that is neither 0 nor 1"));
+}
+
+// What check_size() says to these bytes.
+std::string size_refusal(const std::string& bytes) {
+  google::protobuf::io::ArrayInputStream stream(bytes.data(),
+                                                static_cast<int>(bytes.size()), 7);
+  return message<std::invalid_argument>([&] { check_size(&stream); });
+}
+
+TEST_CASE("a message that would take much more memory than it has bytes is refused") {
+  protocol::Response response;
+  for (int i = 0; i < kMaxNodes; ++i) response.mutable_step()->add_data("x");
+  response.mutable_welcome()->set_observation_space(std::string(1000000, 'x'));
+  const std::string good = response.SerializeAsString();
+  CHECK(size_refusal(good) == "nothing was thrown");
+  CHECK(size_refusal("") == "nothing was thrown");
+  CHECK(contains(size_refusal(good + good), "a welcome of more than 1048576 bytes"));
+  protocol::Response step;
+  step.mutable_step()->add_data("");
+  CHECK(contains(size_refusal(good + step.SerializeAsString()), "of more than 1024 arr"));
+  CHECK(contains(size_refusal(good + std::string("\x18\0", 2)), "cannot be parsed"));
+  CHECK(contains(size_refusal(good + "\x12\x05\x0a\xff\xff"), "cannot be parsed"));
+  CHECK(contains(size_refusal("\x12\xff\xff\xff\xff\x0f"), "cannot be parsed"));
+}
+
+TEST_CASE("a welcome of its greatest size is parsed in little memory") {
+  // The worst there is: each structure takes two bytes, and 80 when it is parsed.
+  protocol::Response response;
+  auto* structure = response.mutable_welcome()->mutable_step()->mutable_structure();
+  for (int i = 0; i < kMaxWelcomeBytes / 2 - 10; ++i) structure->add_children();
+  const std::string bytes = response.SerializeAsString();
+  CHECK(size_refusal(bytes) == "nothing was thrown");
+  protocol::Response parsed;
+  REQUIRE(parsed.ParseFromString(bytes));
+  CHECK(parsed.SpaceUsedLong() < 64 << 20);
+  CHECK(contains(message<std::invalid_argument>(
+                     [&] { (void)decode_spec(parsed.welcome().step()); }),
+                 "more than 1024 entries"));
+  // Deeper than protobuf itself goes: 3 bytes for a level.
+  std::string deep;
+  for (int i = 0; i < 1000; ++i) {
+    deep = "\x1a" + std::string(1, static_cast<char>(deep.size() % 128 | 128)) +
+           std::string(1, static_cast<char>(deep.size() / 128)) + deep;
+  }
+  CHECK(!protocol::Structure().ParseFromString(deep));
 }
 
 TEST_CASE("a dict of many keys is refused before they are looked at") {
