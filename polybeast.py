@@ -1,7 +1,7 @@
 """IMPALA with environment servers: PolyBeast.
 
     python -m polybeast --env PongNoFrameskip-v4
-    python -m polybeast --server_addresses host1:50051,host2:50051
+    python -m polybeast --server_addresses localhost:50051,localhost:50052
     python -m polybeast --server_addresses @hosts.txt
 
 Read it top to bottom: flags, Net, inference(), learn(), train(), test(). Environments
@@ -20,6 +20,7 @@ rollout before it. Its actions are those taken on steps 0 to T - 1.
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -34,6 +35,7 @@ import files
 import play
 import polybeast_env
 import streams
+import tls
 import vtrace
 from command_line import (
     Parser,
@@ -65,7 +67,7 @@ def parser():
     p = Parser(
         prog="polybeast",
         description="IMPALA with V-trace and environment servers.",
-        parents=[experiment.parser()],
+        parents=[experiment.parser(), tls.parser()],
     )
     # fmt: off
     g = p.add_argument_group("environment servers")
@@ -299,9 +301,10 @@ def train(flags):
         raise BadInput(str(e)) from e
     if flags.video:
         raise BadInput("--video goes with --mode test")
+    pem = tls.load(flags, "learner")
     num_streams = flags.num_servers
     if flags.server_addresses is not None:
-        num_streams = len(streams.addresses(flags.server_addresses))
+        num_streams = len(streams.addresses(flags))
     allow_open_files(8 * num_streams)
     flags.seed = experiment.set_seed(flags.seed)
     device = experiment.get_device(flags, "learner_device")
@@ -316,6 +319,9 @@ def train(flags):
     if checkpoint is not None:
         learner.restore(checkpoint)
         log.info("resuming %s at step %d", run.checkpoint_path, run.step)
+
+    if flags.insecure:
+        log.warning(tls.INSECURE)
 
     exit_code = 0
     with experiment.Signals() as signals, contextlib.ExitStack() as stack:
@@ -347,6 +353,7 @@ def train(flags):
                 seed=experiment.derive_seed(flags.seed, run.step),
                 connect_timeout_s=flags.connect_timeout_seconds,
                 max_rollouts=learner.rollouts_left,
+                **pem,
             )
             log.info(
                 "%s: %d streams, learner on %s, inference on %s; results in %s",
@@ -390,7 +397,7 @@ def train(flags):
 def server_addresses(flags, servers, stack):
     """Those of --server_addresses, or of servers started for this run."""
     if flags.server_addresses is not None:
-        return streams.addresses(flags.server_addresses)
+        return streams.addresses(flags)
     directory = files.temporary_directory(stack)
     first = f"unix:{directory}/server"
     addresses = polybeast_env.addresses(first, flags.num_servers)
@@ -409,7 +416,7 @@ def train_with_servers(
     update_lock = threading.Lock()  # One thread updates the weights.
     stop = threading.Event()
     errors = []
-    watched_streams = streams.Streams(actors, flags.server_addresses)
+    watched_streams = streams.Streams(actors, flags)
     updates_before = learner.updates
 
     def act():
@@ -553,6 +560,8 @@ def main(argv=None):
     set_defaults(flags)
     setup_logging()
     keep_freed_memory()
+    # gRPC logs each attempt to connect; streams.py says what matters.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         return train(flags) if flags.mode == "train" else test(flags)
     except BadInput as e:

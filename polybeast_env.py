@@ -1,6 +1,6 @@
 """Environment servers: PolyBeast's environments, on the learner's machine or any other.
 
-    python -m polybeast_env --env PongNoFrameskip-v4 --address 0.0.0.0:50051
+    python -m polybeast_env --env PongNoFrameskip-v4 --address 127.0.0.1:50051
 
 Each server is a process, at an address of its own (ports, or names of Unix sockets, are
 counted up from the first), and gives each learner that connects a new batch of
@@ -29,6 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import atari_wrappers
 import environment
+import tls
 import torchbeast_pb2 as pb
 from command_line import (
     Parser,
@@ -49,6 +50,7 @@ MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
 MAX_STEP_BYTES = MAX_MESSAGE_BYTES - 2**21  # Beside a Welcome and lengths.
 MAX_REQUEST_BYTES = 2**22
 MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
+HANDSHAKE_TIMEOUT_S = 10
 LOG_EVERY_S = 60
 
 
@@ -59,7 +61,7 @@ def parser():
     p = Parser(
         prog="polybeast_env",
         description="Environment servers for PolyBeast.",
-        parents=[environment_parser()],
+        parents=[environment_parser(), tls.parser()],
     )
     # fmt: off
     g = p.add_argument_group("servers")
@@ -320,6 +322,24 @@ class Statistics:
         log.info("%s: %s", self.peer, text)
 
 
+def add_port(server, address, flags):
+    """BadInput if it cannot serve there."""
+    try:
+        if flags.tls_cert is None or address.startswith("unix:"):
+            server.add_insecure_port(address)
+        else:
+            pem = tls.load(flags, "server")
+            key_and_cert = pem["tls_key"], pem["tls_cert"]
+            credentials = grpc.ssl_server_credentials(
+                [key_and_cert], pem["tls_ca"], require_client_auth=True
+            )
+            server.add_secure_port(address, credentials)
+    except RuntimeError as e:
+        raise BadInput(
+            f"cannot serve at {address}: is it in use, or of another host?"
+        ) from e
+
+
 def serve(flags, address, directory, parent):
     """Server process. Serves at the address until its parent closes the other end of
     the connection, or is gone; then removes the directory. Signals are the parent's to
@@ -345,6 +365,7 @@ def serve(flags, address, directory, parent):
             # No compression: a few bytes could become any number of them.
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.per_message_decompression", 0),
+            ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
             # Learner and server ask each other every 10 s: one that is gone without
             # a word, as when its host's power fails, is noticed after half a minute.
             ("grpc.keepalive_time_ms", 10_000),
@@ -357,10 +378,10 @@ def serve(flags, address, directory, parent):
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
-        server.add_insecure_port(address)
-    except RuntimeError:
+        add_port(server, address, flags)
+    except BadInput as e:
         with contextlib.suppress(OSError):
-            parent.send(f"cannot serve at {address}: is it in use, or of another host?")
+            parent.send(str(e))
         sys.exit(2)
     server.start()
     for service in ("", SERVICE):
@@ -479,11 +500,15 @@ def run(flags):
     if flags.num_servers is None:
         flags.num_servers = len(os.sched_getaffinity(0))
     all_addresses = addresses(flags.address, flags.num_servers)
+    tls.check(flags, all_addresses)
+    tls.load(flags, "server")
     allow_open_files(max(4 * flags.num_servers, MAX_STREAMS))
     create_env(flags, flags.envs_per_server).close()  # BadInput here, not in a process.
     received = []
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, lambda signum, _: received.append(signum))
+    if flags.insecure:
+        log.warning(tls.INSECURE)
     with Servers() as servers:
         servers.start(flags, all_addresses)
         log.info(

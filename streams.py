@@ -7,6 +7,7 @@ import pathlib
 import time
 from collections import Counter
 
+import tls
 from command_line import log
 from environment import BadInput
 
@@ -15,14 +16,17 @@ QUIET_S = 10  # A stream that fails over and over is told of so often.
 REMIND_S = 60  # And one that stays away after that time, then twice of it, and so on.
 
 
-def addresses(flag):
-    """Those of --server_addresses, HOST:PORT,... or @FILE. BadInput if none."""
+def addresses(flags):
+    """Those of --server_addresses, HOST:PORT,... or @FILE. BadInput if none, or if one
+    may not be connected to."""
+    flag = flags.server_addresses
     if not flag.startswith("@"):
         if found := parse(flag):
+            tls.check(flags, found)
             return found
         raise BadInput("--server_addresses is empty, expected HOST:PORT,... or @FILE")
     try:
-        return read(flag[1:])
+        return read(flag[1:], flags)
     except (OSError, ValueError) as e:
         raise BadInput(f"--server_addresses {flag}: {reason(e)}") from e
 
@@ -33,9 +37,11 @@ def parse(text):
     return [a.strip() for a in ",".join(lines).split(",") if a.strip()]
 
 
-def read(path):
-    """The addresses of a file. OSError or ValueError if there is none."""
+def read(path, flags):
+    """The addresses of a file. OSError or ValueError if there is none, or if one may
+    not be connected to."""
     if found := parse(pathlib.Path(path).read_text()):
+        tls.check(flags, found)
         return found
     raise ValueError("no address in it")
 
@@ -47,13 +53,16 @@ def reason(error):
 class Streams:
     """The streams of an ActorPool. check() is called several times a second.
 
-    flag: --server_addresses, or None. If it is @FILE, the pool gets the addresses that
-    are written into the file, as often as they are there, and loses those that are
-    taken out of it. As long as the file cannot be read or is empty, nothing changes.
+    If --server_addresses is @FILE, the pool gets the addresses that are written into
+    the file, as often as they are there, and loses those that are taken out of it. As
+    long as the file cannot be read, is empty or has an address that may not be
+    connected to, nothing changes.
     """
 
-    def __init__(self, actors, flag=None):
+    def __init__(self, actors, flags):
         self._actors = actors
+        self._flags = flags
+        flag = flags.server_addresses
         self._path = flag[1:] if flag is not None and flag.startswith("@") else None
         self._read = None  # What tells whether the file has changed since.
         self._warned = False
@@ -75,7 +84,7 @@ class Streams:
             version = stat.st_mtime_ns, stat.st_size, stat.st_ino
             if version == self._read:
                 return
-            new = Counter(read(self._path))
+            new = Counter(read(self._path, self._flags))
         except (OSError, ValueError) as e:
             if not self._warned:
                 log.warning("%s: %s; goes on as it is", self._path, reason(e))

@@ -35,7 +35,7 @@
 namespace torchbeast {
 
 inline constexpr int kProtocolVersion = 1;
-inline constexpr int kMaxEnvs = 4096;  // Of a stream.
+inline constexpr int kMaxEnvs = 4096;           // Of a stream.
 inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
 
 struct NoPayload {};
@@ -182,6 +182,9 @@ class ActorPool {
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
+    std::string tls_cert;  // In PEM, as the next two; all empty: no TLS.
+    std::string tls_key;
+    std::string tls_ca;
   };
 
   struct Status {
@@ -228,6 +231,11 @@ class ActorPool {
       throw std::invalid_argument("max_rollouts is " +
                                   std::to_string(options_.max_rollouts) +
                                   ", expected at least 0");
+    }
+    if (options_.tls_cert.empty() != options_.tls_key.empty() ||
+        options_.tls_cert.empty() != options_.tls_ca.empty()) {
+      throw std::invalid_argument(
+          "got some of tls_cert, tls_key and tls_ca, expected all three or none");
     }
     for (const Array& array : initial_state_.leaves) {
       if (array.shape.rank() < 2 || array.shape[1] != 1) {
@@ -341,7 +349,7 @@ class ActorPool {
     return rollouts_;
   }
 
- protected:  // For tests, which bring a stream of their own.
+ protected:       // For tests, which bring a stream of their own.
   struct Actor {  // All but seed and thread guarded by mu_.
     Status status;
     bool removed = false;
@@ -431,8 +439,14 @@ class ActorPool {
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
     arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // In a long step, too.
-    const auto channel = grpc::CreateCustomChannel(
-        actor->status.address, grpc::InsecureChannelCredentials(), arguments);
+    const bool tls =
+        !options_.tls_ca.empty() && actor->status.address.rfind("unix:", 0) != 0;
+    const auto credentials =
+        tls ? grpc::SslCredentials(
+                  {options_.tls_ca, options_.tls_key, options_.tls_cert})
+            : grpc::InsecureChannelCredentials();
+    const auto channel =
+        grpc::CreateCustomChannel(actor->status.address, credentials, arguments);
     const grpc::internal::RpcMethod method(
         "/torchbeast.protocol.EnvironmentServer/Stream", nullptr,
         grpc::internal::RpcMethod::BIDI_STREAMING, channel);
@@ -452,7 +466,28 @@ class ActorPool {
     // The other side has ended it. Always Finish(): the reason is there.
     const grpc::Status status = stream->Finish();
     throw std::runtime_error(status.ok() ? "the server ended the stream"
-                                         : status.error_message());
+                                         : explain(status.error_message(), tls));
+  }
+
+  // gRPC does not say whose fault it is.
+  static std::string explain(const std::string& error, bool tls) {
+    const auto has = [&](const char* text) {
+      return error.find(text) != std::string::npos;
+    };
+    std::string text;
+    if (has("certificate verify failed")) {
+      text =
+          "the server's certificate is not signed by tls_ca, has expired, or is no "
+          "server's";
+    } else if (has("wrong version number")) {
+      text = "the server speaks no TLS";
+    } else if (has("failed to connect") && has("Socket closed")) {
+      text = tls ? "the server hangs up: its log says if it refuses tls_cert"
+                 : "the server hangs up: does it expect TLS?";
+    } else if (tls && has("empty address list")) {
+      text = "tls_cert and tls_key are not a certificate and its key, in PEM";
+    }
+    return text.empty() ? error : text + " (" + error + ")";
   }
 
  protected:

@@ -491,6 +491,9 @@ Args:
     connect_timeout_s: run() raises if no server could be reached in that time.
     max_rollouts: all streams together deliver exactly so many, and then wait for
         stop(). None: without end.
+    tls_cert, tls_key, tls_ca: what is in the files, PEM. With them, all three, the
+        learner shows tls_cert to servers and accepts those whose certificate is signed
+        by tls_ca and names the host of the address. "unix:path" stays without TLS.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")
       .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
@@ -498,7 +501,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                        const std::vector<std::string>& addresses,
                        const py::object& initial_state, std::string observation_space,
                        std::string action_space, int64_t seed, double connect_timeout_s,
-                       std::optional<int64_t> max_rollouts) {
+                       std::optional<int64_t> max_rollouts, std::string tls_cert,
+                       std::string tls_key, std::string tls_ca) {
              // Copied: actors are threads without the GIL.
              const Nest<Array> state =
                  to_arrays(initial_state).map([](const Array& array) {
@@ -511,7 +515,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                  ActorPool::Options{
                      unroll_length, seed, connect_timeout_s,
                      max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
-                     std::move(observation_space), std::move(action_space)},
+                     std::move(observation_space), std::move(action_space),
+                     std::move(tls_cert), std::move(tls_key), std::move(tls_ca)},
                  std::move(learner_queue), std::move(inference_batcher), addresses,
                  state);
            }),
@@ -519,7 +524,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
            py::arg("observation_space") = "", py::arg("action_space") = "",
            py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
-           py::arg("max_rollouts") = py::none())
+           py::arg("max_rollouts") = py::none(), py::arg("tls_cert") = "",
+           py::arg("tls_key") = "", py::arg("tls_ca") = "")
       .def(
           "run",
           [](ActorPool& self) {

@@ -408,6 +408,7 @@ def test_outputs_that_change_on_the_way_are_refused():
     [
         ({"unroll_length": 0}, "unroll_length is 0"),
         ({"max_rollouts": -1}, "max_rollouts is -1, expected at least 0"),
+        ({"tls_cert": "x", "tls_ca": "x"}, "tls_ca, expected all three or none"),
         ({"initial_state": torch.zeros(3)}, "initial_state has shape"),
         ({"initial_state": torch.zeros(1, 2, 3)}, "initial_state has shape"),
     ],

@@ -268,7 +268,7 @@ def test_addresses_count_up():
         (["--env", "CartPoel-v1"], "CartPole-v1"),
         (["--address", "nonsense"], "--address nonsense: expected HOST:PORT"),
         (["--num_servers", "0"], "--num_servers"),
-        (["--address", "192.0.2.1:50051"], "cannot serve at 192.0.2.1:50051"),
+        (["--address", "192.0.2.1:5", "--insecure"], "cannot serve at 192.0.2.1:5"),
     ],
 )
 def test_bad_input_is_one_line(args, message):

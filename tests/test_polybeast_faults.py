@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import stat
+import tempfile
 import threading
 import time
 from concurrent import futures
@@ -65,9 +67,9 @@ def rollouts(program):
 def test_all_hosts_vanish_without_a_word_and_come_back(tmp_path):
     with (
         hosts(2) as (one, two),
-        serve(f"{one.ip}:50051", host=one) as first,
-        serve(f"{two.ip}:50052", host=two) as second,
-        learn(tmp_path, f"{one.ip}:50051,{two.ip}:50052") as learner,
+        serve(f"{one.ip}:50051", "--insecure", host=one) as first,
+        serve(f"{two.ip}:50052", "--insecure", host=two) as second,
+        learn(tmp_path, f"{one.ip}:50051,{two.ip}:50052", "--insecure") as learner,
     ):
         wait_for_steps(tmp_path, 1000)
         one.cut_off(first)
@@ -238,6 +240,9 @@ def test_a_killed_learner_leaves_nothing_behind_and_resumes(tmp_path):
     with Program(*args, module="polybeast") as learner:
         wait_for_steps(tmp_path, 2000)
         assert directories() - before
+        for name in directories() - before:  # Of the servers' sockets.
+            path = os.path.join(tempfile.gettempdir(), name)
+            assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
         learner.signal(signal.SIGKILL)
         assert learner.end() == -signal.SIGKILL  # Asserts that no process is left.
     assert directories() <= before
@@ -283,7 +288,7 @@ class FakeServer(threading.Thread):
 class FakeGrpcServer:
     """Answers every request with the next of the messages, bytes."""
 
-    def __init__(self, *messages):
+    def __init__(self, *messages, credentials=None):
         def stream(requests, context):
             for _, message in zip(requests, messages):
                 yield message
@@ -297,7 +302,11 @@ class FakeGrpcServer:
                 )
             ]
         )
-        port = self.server.add_insecure_port("127.0.0.1:0")
+        address = "127.0.0.1:0"
+        if credentials is None:
+            port = self.server.add_insecure_port(address)
+        else:
+            port = self.server.add_secure_port(address, credentials)
         self.address = f"127.0.0.1:{port}"
         self.server.start()
 

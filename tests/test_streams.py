@@ -1,5 +1,6 @@
 """What the learner does about its streams; the pool and the clock are not real."""
 
+import argparse
 import logging
 
 import pytest
@@ -38,6 +39,12 @@ class Pool:
         return sorted(s["address"] for s in self.streams)
 
 
+def flags(server_addresses=None, insecure=True):
+    return argparse.Namespace(
+        server_addresses=server_addresses, tls_cert=None, insecure=insecure
+    )
+
+
 @pytest.fixture
 def lines():
     """What was logged, a list that grows."""
@@ -69,7 +76,7 @@ def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("a\nb\nb\nc")
     pool = Pool("a", "b", "b", "c")
-    watched = streams.Streams(pool, f"@{path}")
+    watched = streams.Streams(pool, flags(f"@{path}"))
     watched.check()
     assert lines == []
     path.write_text("b\nc\nc\nc\nd\nd")
@@ -89,7 +96,7 @@ def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
 def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, lines):
     path = tmp_path / "hosts"
     pool = Pool("a")
-    watched = streams.Streams(pool, f"@{path}")
+    watched = streams.Streams(pool, flags(f"@{path}"))
     for n in (1, 2):
         for _ in range(5):
             watched.check()
@@ -100,6 +107,20 @@ def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, 
         path.unlink()
 
 
+def test_a_file_with_another_host_changes_nothing_without_tls(tmp_path, lines):
+    path = tmp_path / "hosts"
+    path.write_text("localhost:1\nhostA:1")
+    pool = Pool("localhost:2")
+    watched = streams.Streams(pool, flags(f"@{path}", insecure=False))
+    for _ in range(5):
+        watched.check()
+    assert pool.addresses() == ["localhost:2"]
+    assert len(lines) == 1 and "hostA:1 is not of this host only" in lines[0]
+    path.write_text("localhost:1")
+    watched.check()
+    assert pool.addresses() == ["localhost:1"]
+
+
 def fail(stream, error="Socket closed", state="waiting to reconnect"):
     stream.update(reconnects=stream["reconnects"] + 1, last_error=error, state=state)
 
@@ -108,7 +129,7 @@ def test_a_stream_that_stays_away_is_told_of_ever_more_rarely(monkeypatch, lines
     now = 0.0
     monkeypatch.setattr(streams.time, "monotonic", lambda: now)
     pool = Pool("a", "b")
-    watched = streams.Streams(pool)
+    watched = streams.Streams(pool, flags())
     told_at = []
     while now < 1000:
         if now >= 5 and now % 10 == 0:  # It tries every 10 s.
@@ -129,7 +150,7 @@ def test_a_stream_that_fails_over_and_over_does_not_flood_the_log(monkeypatch, l
     now = 0.0
     monkeypatch.setattr(streams.time, "monotonic", lambda: now)
     pool = Pool("a")
-    watched = streams.Streams(pool)
+    watched = streams.Streams(pool, flags())
     while now < 100:
         fail(pool.streams[0], state="running")  # And is back at once.
         watched.check()
@@ -143,7 +164,7 @@ def test_a_stream_that_fails_over_and_over_does_not_flood_the_log(monkeypatch, l
 
 def test_a_new_stream_to_an_old_address_has_a_log_of_its_own(lines):
     pool = Pool("a")
-    watched = streams.Streams(pool)
+    watched = streams.Streams(pool, flags())
     fail(pool.streams[0])
     watched.check()
     pool.remove("a")
