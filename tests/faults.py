@@ -2,17 +2,24 @@
 seconds. pytest does not find it by itself: make test-faults.
 """
 
+import contextlib
 import os
+import queue
 import random
 import re
 import resource
 import shutil
 import signal
+import socket
+import threading
 import time
+from concurrent import futures
 
+import grpc
 import pytest
 
 import files
+import polybeast_env
 from tests.programs import (
     Program,
     children,
@@ -23,7 +30,8 @@ from tests.programs import (
     session,
 )
 from tests.test_faults import args, both, load
-from tests.test_polybeast_faults import step, wait_for_steps
+from tests.test_polybeast_env import free_port
+from tests.test_polybeast_faults import learn, serve, step, wait_for_steps
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 SAVE = ("--checkpoint_interval_seconds", 1e-9)  # A checkpoint, too.
@@ -284,3 +292,171 @@ def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_r
             other.signal(signal.SIGTERM)
             assert other.end() == 128 + signal.SIGTERM
     assert [path.name for path in directory.iterdir()] == ["torchbeast-of-somebody"]
+
+
+# The network.
+
+
+class Link:
+    """Between a learner and a server at a port: hands on what comes, later."""
+
+    def __init__(self, port, delay_s=0.0):
+        self.delay_s = delay_s
+        self.cut = threading.Event()  # What is on its way stays there.
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
+        self.port = port
+        self.connections = []
+        self._run(self._accept)
+
+    def _run(self, target, *args):
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):  # Closed.
+            while True:
+                ours, _ = self.socket.accept()
+                theirs = socket.create_connection(("127.0.0.1", self.port))
+                self.connections += [ours, theirs]
+                for source, sink in ((ours, theirs), (theirs, ours)):
+                    on_its_way = queue.Queue()
+                    self._run(self._take, source, on_its_way)
+                    self._run(self._give, sink, on_its_way)
+
+    def _take(self, source, on_its_way):
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                on_its_way.put((time.monotonic() + self.delay_s, data))
+        on_its_way.put((0, b""))
+
+    def _give(self, sink, on_its_way):
+        with contextlib.suppress(OSError):
+            while True:
+                at, data = on_its_way.get()
+                time.sleep(max(0, at - time.monotonic()))
+                while self.cut.is_set():
+                    time.sleep(0.1)
+                if not data:
+                    sink.shutdown(socket.SHUT_WR)
+                    return
+                sink.sendall(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+        for connection in self.connections:
+            connection.close()
+
+
+def end(learner, savedir):
+    """Of a run with servers: everything that was begun is accounted for."""
+    learner.signal(signal.SIGTERM)
+    assert learner.end() == 128 + signal.SIGTERM
+    [line] = re.findall(r"rollouts: (.*)", learner.output)
+    delivered, learned, begun, lost, ended = map(int, re.findall(r"\d+", line))
+    assert begun == delivered + lost + ended
+    assert learned == step(savedir) / 20 and learned <= delivered <= learned + 8
+    return lost
+
+
+def test_a_slow_network_makes_steps_late_and_loses_none(tmp_path):
+    port = free_port()
+    with (
+        serve(f"127.0.0.1:{port}", num_envs=8),
+        Link(port, delay_s=0.2) as link,
+        learn(tmp_path, link.address) as learner,
+    ):
+        wait_for_steps(tmp_path, 160)
+        link.cut.set()  # For less than it takes to be given up.
+        time.sleep(10)
+        link.cut.clear()
+        wait_for_steps(tmp_path, 160)
+        assert end(learner, tmp_path) == 0
+    assert "no stream" not in learner.output
+
+
+def test_a_half_open_connection_is_given_up_by_both_sides(tmp_path):
+    port = free_port()
+    with (
+        serve(f"127.0.0.1:{port}") as server,
+        Link(port) as link,
+        learn(tmp_path, link.address) as learner,
+    ):
+        wait_for_steps(tmp_path, 1000)
+        link.cut.set()  # Both sides' connections stay open.
+        learner.wait_for("no stream", timeout_s=60)
+        server.wait_for("disconnected", timeout_s=60)
+        link.cut.clear()
+        learner.wait_for(": connected")
+        wait_for_steps(tmp_path, 1000)
+        assert end(learner, tmp_path) >= 2
+
+
+def test_a_stream_outlives_a_long_step_and_not_a_host_that_vanishes_in_one(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    env = "tests.faulty_envs:Stuck-v0"
+    with (
+        serve(address, env=env, num_envs=1) as server,
+        learn(tmp_path, address, "--batch_size", 1, env=env) as learner,
+    ):
+        server.wait_for("sleeps for an hour")
+        with pytest.raises(AssertionError, match="no 'no stream' within"):
+            # Pings go to and fro meanwhile.
+            learner.wait_for("no stream", timeout_s=60)
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        learner.wait_for("no stream", timeout_s=60)
+        os.killpg(server.process.pid, signal.SIGCONT)
+        assert end(learner, tmp_path) == 1
+
+
+def test_a_server_that_stops_for_40_s_costs_its_rollouts_and_comes_back(tmp_path):
+    one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    with serve(one) as server, serve(two), learn(tmp_path, f"{one},{two}") as learner:
+        wait_for_steps(tmp_path, 1000)
+        [pid] = workers(server)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for_steps(tmp_path, 1000)  # The other one goes on.
+        time.sleep(40)
+        os.kill(pid, signal.SIGCONT)
+        learner.wait_for(f"{one}: connected")
+        wait_for_steps(tmp_path, 1000)
+        assert end(learner, tmp_path) == 2
+    assert f"{two}: no stream" not in learner.output
+
+
+def test_another_environment_at_the_same_address_is_refused(tmp_path):
+    one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    with serve(two), learn(tmp_path, f"{one},{two}") as learner:
+        with serve(one):
+            wait_for_steps(tmp_path, 1000)
+        with serve(one, env="MountainCar-v0"):
+            line = learner.wait_for("the observation space differs")
+            assert line.count("Box(") == 2 and one in line
+            wait_for_steps(tmp_path, 1000)
+        with serve(one):
+            learner.wait_for(f"{one}: connected")
+        end(learner, tmp_path)
+
+
+def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
+    flags = polybeast_env.parser().parse_args(["--env", "CartPole-v1"])
+    flags.envs_per_server = 1
+    servers, addresses = [], []
+    for _ in range(200):
+        server = grpc.server(futures.ThreadPoolExecutor(2))
+        stub = polybeast_env.EnvironmentServer(flags)
+        server.add_generic_rpc_handlers([stub.handler()])
+        port = server.add_insecure_port("127.0.0.1:0")
+        servers.append(server)
+        addresses.append(f"127.0.0.1:{port}")
+    with learn(tmp_path, ",".join(addresses)) as learner:
+        learner.wait_for("200 streams")
+        time.sleep(5)  # Long enough to wait for them in earnest.
+        for server in servers:
+            server.start()
+        wait_for_steps(tmp_path, 200 * 20 * 2)
+        end(learner, tmp_path)
+    for server in servers:
+        server.stop(None)
