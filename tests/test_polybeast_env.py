@@ -135,6 +135,22 @@ def test_streams_have_environments_of_their_own(counter):
         client.close()
 
 
+def test_a_server_has_so_many_streams_and_no_more(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    flags = ["--num_servers", 1, "--envs_per_server", 1, "--address", address]
+    with servers(*flags):
+        clients = [Client(address) for _ in range(polybeast_env.MAX_STREAMS)]
+        for client in clients:
+            client.welcome()
+        one_more = Client(address)
+        error = refusal(one_more, one_more.welcome)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "this server has 64 streams already" in error.details()
+        for client in clients:
+            client.step([0])
+            client.close()
+
+
 def refusal(client, call):
     with pytest.raises(grpc.RpcError) as e:
         call()

@@ -18,7 +18,7 @@ import polybeast
 import polybeast_env
 import tls
 from environment import BadInput
-from tests.programs import run
+from tests.programs import Program, run
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import (
     CARTPOLE,
@@ -249,7 +249,8 @@ def test_a_file_that_changes_brings_no_other_host_in(tmp_path):
         address = f"0.0.0.0:{other.getsockname()[1]}"
         path.with_suffix(".new").write_text(f"{local}\n{address}")
         path.with_suffix(".new").rename(path)
-        learner.wait_for(f"{path}: {address} is not of this host only: {OTHER_HOSTS}")
+        refusal = f"{path}: {address} is not of this host only: {OTHER_HOSTS}"
+        learner.wait_for(refusal, timeout_s=60)
         wait_for_steps(tmp_path, 2000)
         learner.signal(signal.SIGINT)
         assert learner.end() == 130
@@ -268,6 +269,18 @@ def test_insecure_serves_other_hosts_and_warns_in_one_line(tmp_path):
         assert server.end() == 130
     for program in (server, learner):
         assert program.output.count(tls.INSECURE) == 1
+
+
+def test_local_sockets_are_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Program("--env", CARTPOLE, "--num_servers", 1, "--savedir", tmp_path / "x",
+                 module="polybeast") as program:  # fmt: skip
+        program.wait_for("1 streams")
+        [socket_] = tmp_path.glob("torchbeast-*/*")
+        assert socket_.is_socket()
+        assert mode(socket_.parent) == 0o700
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
 
 
 # TLS.
