@@ -35,7 +35,7 @@
 namespace torchbeast {
 
 inline constexpr int kProtocolVersion = 1;
-inline constexpr int kMaxEnvs = 4096;  // Of a stream.
+inline constexpr int kMaxEnvs = 4096;           // Of a stream.
 inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
 
 struct NoPayload {};
@@ -182,6 +182,7 @@ class ActorPool {
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
+    RowSpec step;  // [., ...], the server's but for the rows; empty: not compared.
   };
 
   struct Status {
@@ -333,7 +334,7 @@ class ActorPool {
     return delivered_;
   }
 
- protected:  // For tests, which bring a stream of their own.
+ protected:       // For tests, which bring a stream of their own.
   struct Actor {  // All but seed and thread guarded by mu_.
     Status status;
     bool removed = false;
@@ -500,6 +501,14 @@ class ActorPool {
       return decode_arrays(spec, {response, &response->step()});
     };
     Nest<Array> step = decode();
+    if (options_.step.structure != nullptr) {
+      try {
+        (void)options_.step.match(step, /*batch_dim=*/0);
+      } catch (const std::invalid_argument& e) {
+        throw std::invalid_argument(std::string("the server's step differs: ") +
+                                    e.what());
+      }
+    }
     Nest<Array> core_state = for_each_environment(initial_state_, num_envs);
     const auto input_structure = std::make_shared<const Structure>(
         Structure{Kind::kTuple, {}, {*step.structure, *core_state.structure}});

@@ -476,6 +476,8 @@ Args:
     initial_state: the recurrent state of one environment, a nest of [., 1, ...].
     observation_space, action_space: as Gymnasium prints them; servers with others are
         refused. Not compared if empty.
+    step: a nest of [., ...]; servers whose steps have other entries, dtypes or shapes,
+        but for the rows, are refused. Not compared if None.
     seed: of the first stream's environments; the others count up.
     connect_timeout_s: run() raises if no server could be reached in that time.
     max_rollouts: all streams together deliver exactly so many, and then wait for
@@ -487,7 +489,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                        const std::vector<std::string>& addresses,
                        const py::object& initial_state, std::string observation_space,
                        std::string action_space, int64_t seed, double connect_timeout_s,
-                       std::optional<int64_t> max_rollouts) {
+                       std::optional<int64_t> max_rollouts, const py::object& step) {
              // Copied: actors are threads without the GIL.
              const Nest<Array> state =
                  to_arrays(initial_state).map([](const Array& array) {
@@ -500,7 +502,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                  ActorPool::Options{
                      unroll_length, seed, connect_timeout_s,
                      max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
-                     std::move(observation_space), std::move(action_space)},
+                     std::move(observation_space), std::move(action_space),
+                     step.is_none() ? RowSpec() : RowSpec(to_arrays(step))},
                  std::move(learner_queue), std::move(inference_batcher), addresses,
                  state);
            }),
@@ -508,7 +511,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
            py::arg("observation_space") = "", py::arg("action_space") = "",
            py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
-           py::arg("max_rollouts") = py::none())
+           py::arg("max_rollouts") = py::none(), py::arg("step") = py::none())
       .def(
           "run",
           [](ActorPool& self) {

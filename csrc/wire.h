@@ -215,7 +215,8 @@ inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
     }
     // Whoever reads another byte as a bool may do anything.
     if (leaf.dtype.code == DType::kBool &&
-        std::any_of(data.begin(), data.end(), [](char c) { return c != 0 && c != 1; })) {
+        std::any_of(data.begin(), data.end(),
+                    [](char c) { return c != 0 && c != 1; })) {
       throw std::invalid_argument(spec.structure->leaf_name(i) +
                                   " has a bool that is neither 0 nor 1");
     }

@@ -124,7 +124,7 @@ class Pool : public ActorPool {
  private:
   Pool(const std::shared_ptr<LearnerQueue>& queue,
        const std::shared_ptr<DynamicBatcher>& batcher)
-      : ActorPool({2, 0, 60, std::numeric_limits<int64_t>::max(), "", ""}, queue,
+      : ActorPool({2, 0, 60, std::numeric_limits<int64_t>::max(), "", "", {}}, queue,
                   batcher, {},
                   {std::make_shared<const Structure>(kState),
                    {zeros({DType::kFloat, 32}, {1, 1, 2})}}),
@@ -153,11 +153,11 @@ class Pool : public ActorPool {
         check_nest(batch->get_inputs());
         const int64_t n = batch->size();
         const Structure outputs{Kind::kDict, {"action", "logits"}, {{}, {}}};
-        batch->set_outputs({std::make_shared<const Structure>(
-                                Structure{Kind::kTuple, {}, {outputs, kState}}),
-                            {zeros({DType::kInt, 64}, {1, n}),
-                             zeros({DType::kFloat, 32}, {1, n, 3}),
-                             batch->get_inputs().leaves.back()}});
+        batch->set_outputs(
+            {std::make_shared<const Structure>(
+                 Structure{Kind::kTuple, {}, {outputs, kState}}),
+             {zeros({DType::kInt, 64}, {1, n}), zeros({DType::kFloat, 32}, {1, n, 3}),
+              batch->get_inputs().leaves.back()}});
       }
     } catch (const Closed&) {
     }

@@ -21,7 +21,9 @@ def answers(env, num_envs, num_steps=4):
     """[Response] of a server of this environment."""
     env = Environment(make(env, num_envs))
     step = env.initial(1)
-    responses = [pb.Response(welcome=polybeast_env.EnvironmentServer(None)._welcome(env, step))]
+    responses = [
+        pb.Response(welcome=polybeast_env.EnvironmentServer(None)._welcome(env, step))
+    ]
     encode_arrays(step, responses[0].step)
     for _ in range(num_steps):
         step = env.step(np.zeros((num_envs, *env.action_shape), np.int64))

@@ -130,8 +130,7 @@ TEST_CASE("types, ranks and sizes beyond the limits are refused") {
 }
 
 TEST_CASE("a bool that is neither 0 nor 1 is refused") {
-  const Nest<ArraySpec> spec =
-      make_nest<ArraySpec>(leaf(), {{{DType::kBool, 8}, {3}}});
+  const Nest<ArraySpec> spec = make_nest<ArraySpec>(leaf(), {{{DType::kBool, 8}, {3}}});
   auto arrays = std::make_shared<protocol::Arrays>();
   arrays->add_data(std::string("\0\1\1", 3));
   CHECK(decode_arrays(spec, arrays).leaves.size() == 1);
@@ -158,7 +157,8 @@ TEST_CASE("a message that would take much more memory than it has bytes is refus
   CHECK(contains(size_refusal(good + good), "a welcome of more than 1048576 bytes"));
   protocol::Response step;
   step.mutable_step()->add_data("");
-  CHECK(contains(size_refusal(good + step.SerializeAsString()), "of more than 1024 arr"));
+  CHECK(
+      contains(size_refusal(good + step.SerializeAsString()), "of more than 1024 arr"));
   CHECK(contains(size_refusal(good + std::string("\x18\0", 2)), "cannot be parsed"));
   CHECK(contains(size_refusal(good + "\x12\x05\x0a\xff\xff"), "cannot be parsed"));
   CHECK(contains(size_refusal("\x12\xff\xff\xff\xff\x0f"), "cannot be parsed"));
