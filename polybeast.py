@@ -309,7 +309,8 @@ def train(flags):
     flags.seed = experiment.set_seed(flags.seed)
     device = experiment.get_device(flags, "learner_device")
     actor_device = experiment.get_device(flags, "actor_device")
-    env = polybeast_env.create_env(flags, 1)  # Only tells the spaces.
+    env = polybeast_env.create_env(flags, 1)  # Only tells what steps look like.
+    step = map_structure(torch.tensor, env.initial(0))
     env.close()
     model = create_net(flags, env)
     run = experiment.Run(flags, env.frames_per_step)
@@ -354,6 +355,7 @@ def train(flags):
                 connect_timeout_s=flags.connect_timeout_seconds,
                 max_rollouts=learner.rollouts_left,
                 **pem,
+                step=step,
             )
             log.info(
                 "%s: %d streams, learner on %s, inference on %s; results in %s",

@@ -185,6 +185,7 @@ class ActorPool {
     std::string tls_cert;  // In PEM, as the next two; all empty: no TLS.
     std::string tls_key;
     std::string tls_ca;
+    RowSpec step;  // [., ...], the server's but for the rows; empty: not compared.
   };
 
   struct Status {
@@ -546,6 +547,14 @@ class ActorPool {
       return decode_arrays(spec, {response, &response->step()});
     };
     Nest<Array> step = decode();
+    if (options_.step.structure != nullptr) {
+      try {
+        (void)options_.step.match(step, /*batch_dim=*/0);
+      } catch (const std::invalid_argument& e) {
+        throw std::invalid_argument(std::string("the server's step differs: ") +
+                                    e.what());
+      }
+    }
     Nest<Array> core_state = for_each_environment(initial_state_, num_envs);
     const auto input_structure = std::make_shared<const Structure>(
         Structure{Kind::kTuple, {}, {*step.structure, *core_state.structure}});

@@ -487,6 +487,8 @@ Args:
     initial_state: the recurrent state of one environment, a nest of [., 1, ...].
     observation_space, action_space: as Gymnasium prints them; servers with others are
         refused. Not compared if empty.
+    step: a nest of [., ...]; servers whose steps have other entries, dtypes or shapes,
+        but for the rows, are refused. Not compared if None.
     seed: of the first stream's environments; the others count up.
     connect_timeout_s: run() raises if no server could be reached in that time.
     max_rollouts: all streams together deliver exactly so many, and then wait for
@@ -496,36 +498,38 @@ Args:
         by tls_ca and names the host of the address. "unix:path" stays without TLS.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")
-      .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
-                       std::shared_ptr<DynamicBatcher> inference_batcher,
-                       const std::vector<std::string>& addresses,
-                       const py::object& initial_state, std::string observation_space,
-                       std::string action_space, int64_t seed, double connect_timeout_s,
-                       std::optional<int64_t> max_rollouts, std::string tls_cert,
-                       std::string tls_key, std::string tls_ca) {
-             // Copied: actors are threads without the GIL.
-             const Nest<Array> state =
-                 to_arrays(initial_state).map([](const Array& array) {
-                   const Array owned =
-                       allocate_array(recycling_allocator(), array.dtype, array.shape);
-                   copy(array, owned);
-                   return owned;
-                 });
-             return std::make_unique<ActorPool>(
-                 ActorPool::Options{
-                     unroll_length, seed, connect_timeout_s,
-                     max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
-                     std::move(observation_space), std::move(action_space),
-                     std::move(tls_cert), std::move(tls_key), std::move(tls_ca)},
-                 std::move(learner_queue), std::move(inference_batcher), addresses,
-                 state);
-           }),
-           py::arg("unroll_length"), py::arg("learner_queue"),
-           py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
-           py::arg("observation_space") = "", py::arg("action_space") = "",
-           py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
-           py::arg("max_rollouts") = py::none(), py::arg("tls_cert") = "",
-           py::arg("tls_key") = "", py::arg("tls_ca") = "")
+      .def(
+          py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
+                      std::shared_ptr<DynamicBatcher> inference_batcher,
+                      const std::vector<std::string>& addresses,
+                      const py::object& initial_state, std::string observation_space,
+                      std::string action_space, int64_t seed, double connect_timeout_s,
+                      std::optional<int64_t> max_rollouts, std::string tls_cert,
+                      std::string tls_key, std::string tls_ca, const py::object& step) {
+            // Copied: actors are threads without the GIL.
+            const Nest<Array> state =
+                to_arrays(initial_state).map([](const Array& array) {
+                  const Array owned =
+                      allocate_array(recycling_allocator(), array.dtype, array.shape);
+                  copy(array, owned);
+                  return owned;
+                });
+            return std::make_unique<ActorPool>(
+                ActorPool::Options{
+                    unroll_length, seed, connect_timeout_s,
+                    max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
+                    std::move(observation_space), std::move(action_space),
+                    std::move(tls_cert), std::move(tls_key), std::move(tls_ca),
+                    step.is_none() ? RowSpec() : RowSpec(to_arrays(step))},
+                std::move(learner_queue), std::move(inference_batcher), addresses,
+                state);
+          }),
+          py::arg("unroll_length"), py::arg("learner_queue"),
+          py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
+          py::arg("observation_space") = "", py::arg("action_space") = "",
+          py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
+          py::arg("max_rollouts") = py::none(), py::arg("tls_cert") = "",
+          py::arg("tls_key") = "", py::arg("tls_ca") = "", py::arg("step") = py::none())
       .def(
           "run",
           [](ActorPool& self) {

@@ -8,12 +8,12 @@ text that say that it was the learner's mistake.
 """
 
 import argparse
-import logging
 import math
 import random
 import resource
 import time
 from collections import Counter
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -126,20 +126,22 @@ def stream(rng):
 def fuzz(seed, num_streams=math.inf, seconds=math.inf):
     """(Counter of how streams ended, how many requests they read). AssertionError if
     one did not end as it should have."""
-    polybeast_env.log.setLevel(logging.CRITICAL)  # A line for each stream is too much.
     rng = random.Random(seed)
-    server = polybeast_env.EnvironmentServer(argparse.Namespace(seed=None))
-    polybeast_env.create_env = lambda flags, num_envs: Environment(Env())
-    server.flags.envs_per_server = E
+    flags = argparse.Namespace(seed=None, envs_per_server=E)
+    server = polybeast_env.EnvironmentServer(flags)
     ends = Counter()
     num_read = 0
     start = time.monotonic()
-    while ends.total() < num_streams and time.monotonic() - start < seconds:
-        requests = stream(rng)
-        left = iter(requests)
-        ends[run(server, requests, left)] += 1
-        num_read += len(requests) - len(list(left))
-        assert Env.num_open == 0 and server._num_streams == 0, requests
+    with (
+        mock.patch.object(polybeast_env, "create_env", lambda *_: Environment(Env())),
+        mock.patch.object(polybeast_env.log, "disabled", True),  # A line for each.
+    ):
+        while ends.total() < num_streams and time.monotonic() - start < seconds:
+            requests = stream(rng)
+            left = iter(requests)
+            ends[run(server, requests, left)] += 1
+            num_read += len(requests) - len(list(left))
+            assert Env.num_open == 0 and server._num_streams == 0, requests
     return ends, num_read
 
 

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import polybeast_env
 import torchbeast_pb2 as pb
 from environment import BadInput, Environment, leaves, make
+from tests import fuzz_requests
 from tests.programs import ROOT, Program, children, cmdline, run
 
 COUNTER = "tests.envs:torchbeast/Counter-v0"
@@ -55,11 +56,15 @@ def counter():
 class Client:
     """One stream."""
 
-    def __init__(self, address, version=polybeast_env.PROTOCOL_VERSION, seed=7):
-        self.channel = grpc.insecure_channel(address)
+    def __init__(
+        self, address, version=polybeast_env.PROTOCOL_VERSION, seed=7, compression=None
+    ):
+        self.channel = grpc.insecure_channel(address, compression=compression)
         call = self.channel.stream_stream(
             f"/{polybeast_env.SERVICE}/Stream",
-            request_serializer=pb.Request.SerializeToString,
+            request_serializer=lambda x: (
+                x if type(x) is bytes else x.SerializeToString()
+            ),
             response_deserializer=pb.Response.FromString,
         )
         self.requests = queue.Queue()
@@ -182,6 +187,8 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(counter):
             pb.Request(action=pb.Arrays(data=[b"\xff" * 16])),
             "[-1, -1] is out of bounds",
         ),
+        (b"\xff" * 100, "the learner sent a message that cannot be parsed"),
+        (b"\x12\x80\x80\x80\x01" + b"\n\0" * 2**20, "the action has 1048576 arrays"),
     ],
 )
 def test_actions_that_are_none_end_the_stream_and_not_the_server(
@@ -195,6 +202,47 @@ def test_actions_that_are_none_end_the_stream_and_not_the_server(
     again = Client(counter)
     again.welcome()
     again.close()
+
+
+def test_a_message_larger_than_any_action_is_not_read(counter):
+    client = Client(counter)
+    client.welcome()
+    request = pb.Request(
+        action=pb.Arrays(data=[bytes(polybeast_env.MAX_REQUEST_BYTES)])
+    )
+    error = refusal(client, lambda: client.send(request))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in error.details()
+
+
+def test_compressed_messages_are_refused(counter):
+    client = Client(counter, compression=grpc.Compression.Gzip)
+    error = refusal(client, client.welcome)
+    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert "'gzip' is disabled" in error.details()
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "PongNoFrameskip-v4"])
+@pytest.mark.parametrize("seed", [-1, 2**31 - 1, 2**63 - 1])
+def test_any_number_is_a_seed(env, seed):
+    flags = polybeast_env.parser().parse_args(["--env", env, "--envs_per_server", "2"])
+    hello = pb.Hello(version=polybeast_env.PROTOCOL_VERSION, seed=seed)
+    requests = [pb.Request(hello=hello).SerializeToString()]
+    server = polybeast_env.EnvironmentServer(flags)
+    [response] = server.stream(iter(requests), fuzz_requests.Context())
+    assert response.welcome.num_envs == 2
+
+
+def test_a_step_that_is_too_large_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match="a step has 300000000 bytes, expected at most"
+    ):
+        polybeast_env.encode_spec({"x": np.broadcast_to(np.uint8(0), (300_000_000,))})
+
+
+def test_whatever_learners_send_is_answered_or_refused():
+    ends, _ = fuzz_requests.fuzz(seed=1, num_streams=2000)
+    assert ends.keys() == {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
 
 
 def test_what_an_environment_raises_ends_its_stream_in_its_own_words(tmp_path):

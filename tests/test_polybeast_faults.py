@@ -283,12 +283,16 @@ class FakeServer(threading.Thread):
 class FakeGrpcServer:
     """Answers every request with the next of the messages, bytes."""
 
-    def __init__(self, *messages, credentials=None):
+    def __init__(self, *messages, compression=None, credentials=None):
         def stream(requests, context):
             for _, message in zip(requests, messages):
                 yield message
 
-        self.server = grpc.server(futures.ThreadPoolExecutor(8))
+        self.server = grpc.server(
+            futures.ThreadPoolExecutor(8),
+            compression=compression,
+            options=[("grpc.max_send_message_length", -1)],
+        )
         handler = grpc.stream_stream_rpc_method_handler(stream)
         self.server.add_generic_rpc_handlers(
             [
@@ -351,6 +355,24 @@ def wrong_answers():
     def fewer(message):
         del message.step.data[1:]
 
+    def float64(message):
+        message.welcome.step.arrays[0].bits = 64
+        message.step.data[0] += message.step.data[0]
+
+    def other_entry(message):
+        message.welcome.step.structure.keys[0] = "core_state"
+
+    def tuple_step(message):
+        message.welcome.step.structure.kind = pb.Structure.TUPLE
+        del message.welcome.step.structure.keys[:]
+
+    def no_action(message):
+        message.welcome.action.structure.kind = pb.Structure.TUPLE
+        del message.welcome.action.arrays[:]
+
+    def no_bool(message):
+        message.step.data[2] = b"\0\2"
+
     return [
         (FakeServer(rng.bytes(10_000)), ""),
         (FakeServer(b"HTTP/1.1 200 OK\r\n\r\n"), ""),
@@ -368,7 +390,34 @@ def wrong_answers():
         (FakeGrpcServer(welcome(num_envs=2**31 - 1)), "has 2147483647 environments"),
         (FakeGrpcServer(welcome(num_envs=3)), "expected [3, ...]"),
         (FakeGrpcServer(set_spec("bits", 7)), "of 7 bits"),
-        (FakeGrpcServer(set_spec("shape", [2**40])), "expected sizes from 0 to 2^30"),
+        (FakeGrpcServer(set_spec("shape", [2**40])), "expected sizes from 0 to 2^28"),
+        (
+            FakeGrpcServer(changed(good, float64)),
+            "'observation' is float64 [2, 4], exp",
+        ),
+        (
+            FakeGrpcServer(changed(good, other_entry)),
+            "the server's step differs: nests",
+        ),
+        (
+            FakeGrpcServer(changed(good, tuple_step)),
+            "step is a tuple of 10, expected a ",
+        ),
+        (
+            FakeGrpcServer(changed(good, no_action)),
+            "action is a tuple of 0, expected an",
+        ),
+        (FakeGrpcServer(changed(good, no_bool)), "has a bool that is neither 0 nor 1"),
+        (
+            FakeGrpcServer(welcome(observation_space="x" * 2**21)),
+            "a welcome of more than 1048576 bytes",
+        ),
+        (FakeGrpcServer(b"\x12\x80\x20" + b"\n\0" * 2048), "of more than 1024 arrays"),
+        (FakeGrpcServer(bytes(2**28 + 1)), "larger than max (268435457 vs. 268435456)"),
+        (
+            FakeGrpcServer(welcome(), compression=grpc.Compression.Gzip),
+            "Compression algorithm 'gzip' is disabled",
+        ),
         (FakeGrpcServer(changed(good, short)), "has 1 bytes, expected"),
         (FakeGrpcServer(changed(good, fewer)), "got 1 arrays, expected"),
         (FakeGrpcServer(good.SerializeToString(), changed(step, short)), "1 bytes"),

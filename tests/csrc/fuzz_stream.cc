@@ -124,7 +124,7 @@ class Pool : public ActorPool {
  private:
   Pool(const std::shared_ptr<LearnerQueue>& queue,
        const std::shared_ptr<DynamicBatcher>& batcher)
-      : ActorPool({2, 0, 60, std::numeric_limits<int64_t>::max(), "", ""}, queue,
+      : ActorPool({2, 0, 60, std::numeric_limits<int64_t>::max(), "", "", {}}, queue,
                   batcher, {},
                   {std::make_shared<const Structure>(kState),
                    {zeros({DType::kFloat, 32}, {1, 1, 2})}}),
