@@ -87,7 +87,7 @@ class Stuck(Base):
 class Flaky(Quick):
     """Raises, and hangs for a minute, at random: once in 5,000 and in 50,000 steps."""
 
-    seconds = 0.001
+    seconds = 0.01
 
     def step(self, action):
         if self.np_random.random() < 1 / 5000:
