@@ -482,8 +482,11 @@ class Servers:
             server.restart_if_ended()
 
     def kill(self):
+        """At once, from a signal handler."""
         for server in self._servers:
             server.process.kill()
+            if server.directory is not None:
+                shutil.rmtree(server.directory, ignore_errors=True)
 
     def __enter__(self):
         return self

@@ -3,12 +3,12 @@ seconds. pytest does not find it by itself: make test-faults.
 """
 
 import contextlib
+import getpass
 import os
 import queue
 import random
 import re
 import resource
-import shutil
 import signal
 import socket
 import threading
@@ -57,7 +57,7 @@ def own_temporary_directory(tmp_path_factory, monkeypatch):
     path = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(path))
     yield path
-    assert list(path.iterdir()) == []
+    assert list(path.glob("torchbeast-*")) == []
 
 
 # Kills.
@@ -122,9 +122,9 @@ def test_a_run_is_tested_while_it_is_trained(savedir, module):
 def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.5) as program:
         wait_for_steps(savedir, 40)
-        shutil.rmtree(savedir)
+        (savedir / "x").rename(savedir / "y")
         assert program.end() == 1
-    assert "model.tar.tmp: No such file or directory" in program.output
+    assert "No such file or directory" in program.output, program.output
     assert "Traceback" not in program.output
 
 
@@ -220,17 +220,15 @@ def test_a_signal_at_any_moment_of_the_start_is_no_traceback(savedir, module):
             assert word not in program.output
 
 
-@both
-def test_ctrl_c_while_processes_start_is_no_traceback(savedir, module):
+def test_ctrl_c_while_servers_start_is_no_traceback(savedir):
     for i in range(4):
-        with start(module, savedir) as program:
-            program.wait_for("results in") if module == "monobeast" else None
+        with start("polybeast", savedir) as program:
             while not workers(program):
                 time.sleep(0.01)
             time.sleep(0.3 * i)
             os.killpg(program.process.pid, signal.SIGINT)
             assert program.end() == 128 + signal.SIGINT
-        for word in ("Traceback", "error:", "died"):
+        for word in ("Traceback", "error:", "ended while"):
             assert word not in program.output
 
 
@@ -273,24 +271,26 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, modu
 def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_removes(
     savedir, own_temporary_directory
 ):
-    directory = own_temporary_directory
+    def directories():
+        return set(own_temporary_directory.glob("torchbeast-*"))
+
     with start("polybeast", savedir) as program:
         wait_for_steps(savedir, 40)
         os.killpg(program.process.pid, signal.SIGKILL)
         program.end()
-        [killed] = directory.iterdir()
-        (directory / "torchbeast-of-somebody").mkdir()
-        with start("polybeast", savedir, "--xpid", "y") as other:
-            other.wait_for("return")
-            [running] = set(directory.glob("torchbeast-????????"))
-            assert running != killed
-            with start("polybeast", savedir) as program:
-                wait_for_steps(savedir, 40)
-                assert running.exists()
-                program.signal(signal.SIGTERM)
-                assert program.end() == 128 + signal.SIGTERM
+    [killed] = directories()
+    another = own_temporary_directory / "torchbeast-of-somebody"
+    another.mkdir()
+    with start("polybeast", savedir, "--xpid", "y") as program:
+        program.wait_for("results in")
+        [running] = directories() - {another}
+        assert running != killed
+        with start("polybeast", savedir) as other:
+            other.wait_for("results in")
+            assert running in directories()
             other.signal(signal.SIGTERM)
             assert other.end() == 128 + signal.SIGTERM
+<<<<<<< HEAD
     assert [path.name for path in directory.iterdir()] == ["torchbeast-of-somebody"]
 
 
@@ -357,7 +357,8 @@ def end(learner, savedir):
     [line] = re.findall(r"rollouts: (.*)", learner.output)
     delivered, learned, begun, lost, ended = map(int, re.findall(r"\d+", line))
     assert begun == delivered + lost + ended
-    assert learned == step(savedir) / 20 and learned <= delivered <= learned + 8
+    assert learned <= delivered <= learned + 8  # A batch waits, another one opens.
+    assert f"step {20 * learned} of" in learner.output
     return lost
 
 
@@ -460,3 +461,9 @@ def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
         end(learner, tmp_path)
     for server in servers:
         server.stop(None)
+=======
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert directories() == {another}
+    another.rmdir()
+>>>>>>> run
