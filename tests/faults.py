@@ -3,7 +3,6 @@ seconds. pytest does not find it by itself: make test-faults.
 """
 
 import contextlib
-import getpass
 import os
 import queue
 import random
@@ -290,8 +289,10 @@ def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_r
             assert running in directories()
             other.signal(signal.SIGTERM)
             assert other.end() == 128 + signal.SIGTERM
-<<<<<<< HEAD
-    assert [path.name for path in directory.iterdir()] == ["torchbeast-of-somebody"]
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert directories() == {another}
+    another.rmdir()
 
 
 # The network.
@@ -461,9 +462,3 @@ def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
         end(learner, tmp_path)
     for server in servers:
         server.stop(None)
-=======
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
-    assert directories() == {another}
-    another.rmdir()
->>>>>>> run
