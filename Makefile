@@ -174,13 +174,15 @@ endef
 $(foreach build,$(builds),$(eval $(call csrc_build,$(build))))
 -include $(wildcard build/csrc/*/*.d)
 
+fuzz_flags := -std=c++17 -O2 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+	-Icsrc -Ibuild/csrc
 build/csrc/fuzz/fuzz_stream: tests/csrc/fuzz_stream.cc build/csrc/torchbeast.pb.cc $(wildcard csrc/*.h)
 	@command -v clang++ >/dev/null || $(MAKE) --no-print-directory system-package \
 		PACKAGE="clang"
 	@mkdir -p build/csrc/fuzz
-	clang++ -std=c++17 -O2 -g -fsanitize=fuzzer,address,undefined \
-		-fno-sanitize-recover=all -Icsrc -Ibuild/csrc tests/csrc/fuzz_stream.cc \
-		build/csrc/torchbeast.pb.cc -o $@ `pkg-config --libs grpc++ protobuf`
+	clang++ $(fuzz_flags) -c build/csrc/torchbeast.pb.cc -o build/csrc/fuzz/torchbeast.pb.o
+	clang++ $(fuzz_flags) -fsanitize=fuzzer tests/csrc/fuzz_stream.cc \
+		build/csrc/fuzz/torchbeast.pb.o -o $@ `pkg-config --libs grpc++ protobuf`
 
 # Installs PACKAGE where that is possible without asking; says what to type where not.
 .PHONY: system-package

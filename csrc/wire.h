@@ -86,7 +86,7 @@ inline void encode_structure(const Structure& structure, protocol::Structure* pb
 }  // namespace internal
 
 // Throws invalid_argument for a Response that would take much more memory when it is
-// parsed than it has bytes: two of them make an empty array of 40.
+// parsed than it has bytes: two of them make an empty array of 48.
 inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
   const auto refuse = [](const std::string& what) {
     throw std::invalid_argument("the server sent a message " + what);

@@ -165,7 +165,7 @@ TEST_CASE("a message that would take much more memory than it has bytes is refus
 }
 
 TEST_CASE("a welcome of its greatest size is parsed in little memory") {
-  // The worst there is: each structure takes two bytes, and 80 when it is parsed.
+  // The worst there is: each structure takes two bytes, and 88 when it is parsed.
   protocol::Response response;
   auto* structure = response.mutable_welcome()->mutable_step()->mutable_structure();
   for (int i = 0; i < kMaxWelcomeBytes / 2 - 10; ++i) structure->add_children();
