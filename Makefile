@@ -36,7 +36,7 @@ poly: setup
 
 test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n 3 $(ARGS)
 
 # They mostly wait.
 test-faults: setup
