@@ -124,13 +124,18 @@ class Pool : public ActorPool {
  private:
   Pool(const std::shared_ptr<LearnerQueue>& queue,
        const std::shared_ptr<DynamicBatcher>& batcher)
-      : ActorPool({2, 0, 60, std::numeric_limits<int64_t>::max(), "", "", {}}, queue,
-                  batcher, {},
+      : ActorPool(short_rollouts(), queue, batcher, {},
                   {std::make_shared<const Structure>(kState),
                    {zeros({DType::kFloat, 32}, {1, 1, 2})}}),
         queue_(queue),
         batcher_(batcher),
         agent_([this] { answer(); }) {}
+
+  static Options short_rollouts() {
+    Options options;
+    options.unroll_length = 2;
+    return options;
+  }
 
   static BatchingOptions options(bool check) {
     return {1, 1, 8, std::nullopt, check, std::nullopt};
