@@ -136,11 +136,10 @@ $(VENV)/.csrc: $(VENV)/.dev $(VENV)/.system setup.py pyproject.toml $(wildcard c
 
 # What it is built from is looked for before anything is installed, so that an environment
 # of conda or Homebrew will do.
-system_packages := g++ pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler \
-	protobuf-compiler-grpc doctest-dev
+system_packages := g++ pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler doctest-dev
 $(VENV)/.system: $(VENV)/.python
 	@command -v c++ >/dev/null && command -v protoc >/dev/null && \
-	command -v grpc_cpp_plugin >/dev/null && pkg-config --exists grpc++ protobuf && \
+	pkg-config --exists grpc++ protobuf && \
 	echo '#include <doctest/doctest.h>' | c++ -x c++ -E - >/dev/null 2>&1 || \
 		$(MAKE) --no-print-directory system-package PACKAGE="$(system_packages)"
 	touch $@
@@ -153,7 +152,11 @@ address_flags := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
 CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc \
 	-MMD -MP
 test_objects := $(patsubst tests/csrc/%.cc,%.o,$(wildcard tests/csrc/test_*.cc)) main.o \
-	fuzz_stream.o torchbeast.pb.o
+	torchbeast.pb.o
+corpus_objects := test_corpus.o fuzz_stream.o  # Only for the sanitizers of memory.
+plain_objects := $(filter-out $(corpus_objects),$(test_objects))
+thread_objects := $(plain_objects)
+address_objects := $(test_objects) fuzz_stream.o
 
 build/csrc/torchbeast.pb.cc: csrc/torchbeast.proto
 	@mkdir -p build/csrc
@@ -168,7 +171,7 @@ build/csrc/$(1)/torchbeast.pb.o: build/csrc/torchbeast.pb.cc
 	@mkdir -p build/csrc/$(1)
 	c++ -std=c++17 -pthread $$($(1)_flags) -c $$< -o $$@
 
-build/csrc/$(1)/tests: $(test_objects:%=build/csrc/$(1)/%)
+build/csrc/$(1)/tests: $($(1)_objects:%=build/csrc/$(1)/%)
 	c++ $$($(1)_flags) -pthread $$^ -o $$@ `pkg-config --libs grpc++ protobuf`
 endef
 $(foreach build,$(builds),$(eval $(call csrc_build,$(build))))

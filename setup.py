@@ -14,7 +14,7 @@ PACKAGES = ["grpc++", "protobuf"]
 
 def missing():
     """What is not there of what the C++ part needs: [names]."""
-    tools = ["pkg-config", "protoc", "grpc_cpp_plugin", os.environ.get("CXX", "c++")]
+    tools = ["pkg-config", "protoc", os.environ.get("CXX", "c++")]
     result = [tool for tool in tools if shutil.which(tool.split()[0]) is None]
     if "pkg-config" in result:
         return result + [f"{package}'s headers" for package in PACKAGES]
@@ -57,25 +57,14 @@ def extensions():
     build = ROOT / "build" / "proto"
     build.mkdir(parents=True, exist_ok=True)
     subprocess.run(
-        [
-            "protoc",
-            "-Icsrc",
-            f"--cpp_out={build}",
-            f"--grpc_out={build}",
-            f"--plugin=protoc-gen-grpc={shutil.which('grpc_cpp_plugin')}",
-            "csrc/torchbeast.proto",
-        ],
+        ["protoc", "-Icsrc", f"--cpp_out={build}", "csrc/torchbeast.proto"],
         cwd=ROOT,
         check=True,
     )
     return [
         Pybind11Extension(
             "_libtorchbeast",
-            sources=[
-                "csrc/bindings.cc",
-                "build/proto/torchbeast.pb.cc",
-                "build/proto/torchbeast.grpc.pb.cc",
-            ],
+            sources=["csrc/bindings.cc", "build/proto/torchbeast.pb.cc"],
             depends=sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*")),
             include_dirs=["csrc", "build/proto"],
             cxx_std=17,
