@@ -20,6 +20,7 @@ import pytest
 import files
 import polybeast_env
 from tests.programs import (
+    TIMEOUT_S,
     Program,
     children,
     cmdline,
@@ -74,8 +75,8 @@ def test_a_run_that_is_killed_over_and_over_loses_no_more_than_it_had_not_saved(
             if rng.random() < 0.2:
                 time.sleep(rng.uniform(0, 3))
             else:
-                program.wait_for("results in")
-                time.sleep(rng.uniform(0, 1.5))
+                wait_for_steps(savedir, 40 * rng.randint(1, 20))
+                time.sleep(rng.uniform(0, 0.1))
             program.signal(signal.SIGKILL)
             assert program.end() == -signal.SIGKILL
         if not (savedir / "x" / "model.tar").exists():
@@ -256,8 +257,9 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, modu
     with start(module, savedir, *SAVE) as program:
         wait_for_steps(savedir, 40)
         temporary = savedir / "x" / "model.tar.tmp"
+        deadline = time.monotonic() + TIMEOUT_S
         while not temporary.exists():
-            pass
+            assert time.monotonic() < deadline
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"])

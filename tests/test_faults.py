@@ -90,7 +90,7 @@ def trained(trained_once, module, savedir):
 def test_a_run_that_is_being_trained_is_refused_naming_who_does(trained, module, capfd):
     with files.lock(trained / "x" / "lock"):
         before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-        line = refused(module, capfd, *args(module, trained))
+        line = refused(module, capfd, *args(module, trained, steps=400))
         assert f"--xpid x is being trained by process {os.getpid()} on " in line
         assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
 
