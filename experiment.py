@@ -239,7 +239,7 @@ class Run:
         try:
             yield
         except OSError as e:
-            message = f"{e.filename or self.path}: {e.strerror}"
+            message = f"{os.fsdecode(e.filename or self.path)}: {e.strerror}"
             raise Stop(f"{message}; {self.last_checkpoint()}", save=False) from e
 
     def start(self):

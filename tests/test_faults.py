@@ -14,7 +14,9 @@ import shutil
 import pytest
 import torch
 
+import actors
 import files
+import monobeast
 import polybeast_env
 from tests.programs import (
     Program,
@@ -281,6 +283,21 @@ def test_more_open_files_are_allowed_for_where_that_is_possible(tmp_path, module
     assert result.returncode == 0, result.stderr
 
 
+def no_processes(process):
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def test_an_actor_that_cannot_be_started_ends_the_run_with_one_error(
+    savedir, capfd, monkeypatch
+):
+    monkeypatch.setattr(actors, "start_process", no_processes)
+    assert monobeast.main([str(a) for a in args("monobeast", savedir)]) == 1
+    error = "actor 0 cannot be started: Resource temporarily unavailable"
+    stderr = capfd.readouterr().err
+    assert error in stderr and "Traceback" not in stderr
+    assert load(savedir)["step"] == 0
+
+
 def test_a_server_is_started_again_as_soon_as_that_is_possible(monkeypatch, caplog):
     monkeypatch.setattr(files.log, "propagate", True)
     flags = polybeast_env.parser().parse_args(["--env", "CartPole-v1"])
@@ -289,9 +306,6 @@ def test_a_server_is_started_again_as_soon_as_that_is_possible(monkeypatch, capl
     def restart_until(text):
         while text not in caplog.text:
             servers.restart_ended()
-
-    def no_processes(process):
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     with polybeast_env.Servers() as servers:
         servers.start(flags, [f"127.0.0.1:{free_port()}"])
