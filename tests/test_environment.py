@@ -636,7 +636,7 @@ class OldSampler:
             [("a", 0), ("a", 1), ("b",)],
         ),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__,
 )
 def test_old_spaces_are_read_by_their_names(space, old_space, paths):
     old = OldSampler(space, old_space, Old.MultiDiscrete([2, 3]))
