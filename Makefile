@@ -17,7 +17,7 @@ help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make poly    the same with PolyBeast"
 	@echo "make test    all tests (ARGS=\"-k name\")"
-	@echo "make test-faults  programs that are killed, stopped and starved, four minutes"
+	@echo "make test-faults  programs that are killed, stopped and starved"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
 	@echo "make fuzz    FUZZ_SECONDS (60) of random messages, for each side"

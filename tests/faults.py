@@ -52,7 +52,7 @@ def savedir(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_directory(tmp_path_factory, monkeypatch):
+def empty_temporary_directory(tmp_path_factory, monkeypatch):
     """Sockets' paths must be short. Nothing is left in it."""
     path = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(path))
@@ -260,17 +260,17 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, modu
 
 
 def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_removes(
-    savedir, own_temporary_directory
+    savedir, empty_temporary_directory
 ):
     def directories():
-        return set(own_temporary_directory.glob("torchbeast-*"))
+        return set(empty_temporary_directory.glob("torchbeast-*"))
 
     with start("polybeast", savedir) as program:
         wait_for_steps(savedir, 40)
         os.killpg(program.process.pid, signal.SIGKILL)
         program.end()
     [killed] = directories()
-    another = own_temporary_directory / "torchbeast-of-somebody"
+    another = empty_temporary_directory / "torchbeast-of-somebody"
     another.mkdir()
     with start("polybeast", savedir, "--xpid", "y") as program:
         program.wait_for("results in")

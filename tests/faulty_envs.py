@@ -69,6 +69,11 @@ class NaNReward(Base):
         return float("nan") if self.num_steps >= 300 else 1.0
 
 
+class WrongShape(Base):
+    def observation(self):
+        return np.zeros(4 if self.num_steps >= 300 else 3, np.float32)
+
+
 class HugeReward(Base):
     """Finite, but its square is not."""
 
@@ -127,6 +132,7 @@ for _env in (
     Slow,
     LosesItsServer,
     NaNReward,
+    WrongShape,
     HugeReward,
     Stuck,
     Flaky,

@@ -314,3 +314,11 @@ def test_a_server_is_started_again_as_soon_as_that_is_possible(monkeypatch, capl
         restart_until("cannot be started again: Resource temporarily unavailable")
         monkeypatch.setattr(polybeast_env, "start_process", start_process)
         restart_until("started again\n")
+
+
+@both
+def test_an_observation_of_another_shape_costs_its_rollouts(savedir, module):
+    env = "tests.faulty_envs:WrongShape-v0"  # After 300 steps.
+    result = run(*args(module, savedir, env=env, steps=1200), module=module)
+    assert result.returncode == 0, result.stderr
+    assert "Output array is the wrong shape" in result.stderr

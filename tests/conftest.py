@@ -1,0 +1,16 @@
+"""What all tests share."""
+
+import tempfile
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_directory(tmp_path_factory):
+    """Tests run beside each other, and look at what their programs leave in it."""
+    tmp_path_factory.getbasetemp()  # Stays where it is.
+    with tempfile.TemporaryDirectory(prefix="tests-") as path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", path)
+            patch.setattr(tempfile, "tempdir", path)
+            yield
