@@ -36,11 +36,11 @@ poly: setup
 
 test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
-	$(python) -m pytest -n 3 $(ARGS)
+	$(python) -m pytest -n 2 $(ARGS)
 
 # They mostly wait.
 test-faults: setup
-	$(python) -m pytest -n 4 $(ARGS) tests/faults.py
+	$(python) -m pytest -n 3 $(ARGS) tests/faults.py
 
 lint: setup
 	$(python) -m ruff check .

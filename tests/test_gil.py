@@ -6,6 +6,7 @@ Each case is a process of its own: one that held the GIL could not even time its
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -124,6 +125,7 @@ queue.enqueue(row)
 queue.dequeue_many()
 """)
     assert process.stdout.readline() == "blocking\n"
+    time.sleep(0.5)  # Until it does.
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert (code, out) == (0, "interrupted\n"), err
