@@ -28,6 +28,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import os
 import threading
 import time
 
@@ -107,17 +108,18 @@ def watched():
         _calls.discard(call)
 
 
-def watch(timeout_s: float, give_up):
-    """Calls give_up() when an environment of this process has not returned for so long,
-    from a thread of its own: nothing interrupts the call itself. (An environment that
-    holds the GIL all the time is not noticed.)"""
+def watch(name: str, timeout_s: float, tell):
+    """Ends this process when an environment of it has not returned for so long, as
+    nothing ends the call alone. Calls tell(one line) first. (One that holds the GIL all
+    the time is not noticed.) The thread that does so ends with the process."""
 
     def check():
         seen = {}  # {call: how often}: time in which the process was stopped is none.
         while max(seen.values(), default=0) <= 10:
             time.sleep(timeout_s / 10)
             seen = {call: seen.get(call, 0) + 1 for call in list(_calls)}
-        give_up()
+        tell(f"{name} did not answer for {timeout_s:g} s (--env_timeout_seconds)")
+        os._exit(1)
 
     threading.Thread(target=check, daemon=True, name="watch").start()
 
@@ -196,6 +198,7 @@ class Environment:
         )
 
     def _step(self, observation, reward, done, terminated, truncated, action, info):
+        check_finite({"observation": observation, "reward": np.float32(reward)})
         # No reward leads into a first observation. If only training begins anew there,
         # the game may have paid: it goes on the score.
         self._episode_return += np.where(done & self._episode_end, 0, reward)
@@ -230,6 +233,16 @@ class Environment:
 
     def close(self):
         self.env.close()
+
+
+def check_finite(nest):
+    """ValueError that names the environment, if a number is NaN or infinite: the
+    network would make it of everything."""
+    for path, x in leaves(nest):
+        x = np.asarray(x)
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            index = tuple(int(i) for i in np.argwhere(~np.isfinite(x))[0])
+            raise ValueError(f"{path} of environment {index[0]} is {x[index]}")
 
 
 def check_observation_space(space, path="observation"):

@@ -20,8 +20,8 @@ def choose_action(policy_logits, greedy=False):
     """An action for every [..., A] of logits: sampled, or the most probable one."""
     if not torch.isfinite(policy_logits).all():
         raise ValueError(
-            "policy_logits are not finite: the network was given an observation or a "
-            "reward that is NaN or infinite, or its weights are"
+            "policy_logits are not finite: the network was given numbers that are too "
+            "large, or its weights are not finite"
         )
     if greedy:
         return policy_logits.argmax(-1)
@@ -126,6 +126,7 @@ def set_gradients(flags, model, batch, compute_losses):
 
 @functools.cache
 def workers(n):
+    """Idle between updates; they end with the process."""
     return ThreadPoolExecutor(n, thread_name_prefix="gradients")
 
 

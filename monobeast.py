@@ -14,7 +14,6 @@ environments an actor steps together. A rollout has T + 1 steps: step 0 repeats 
 step of the rollout before it. Its actions are those taken on steps 0 to T - 1.
 """
 
-import os
 import queue
 import signal
 import sys
@@ -277,13 +276,9 @@ def act(flags, index, seed, buffers, weights, connection):
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-
-    def give_up():
-        seconds = f"{flags.env_timeout_seconds:g} s (--env_timeout_seconds)"
-        send(connection, f"{flags.env} did not answer for {seconds}")
-        os._exit(1)
-
-    environment.watch(flags.env_timeout_seconds, give_up)
+    environment.watch(
+        flags.env, flags.env_timeout_seconds, lambda error: send(connection, error)
+    )
     try:
         with environment.watched():
             env = create_env(flags, flags.envs_per_actor)

@@ -228,8 +228,10 @@ def inference(batcher, model, weights, device):
         logits = outputs["policy_logits"]  # [1, n, A]
         try:
             action = choose_action(logits)
-        except ValueError as e:  # It costs these streams' rollouts, not the run.
-            batch.set_error(str(e))
+        except ValueError as e:
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise  # It will not get better.
+            batch.set_error(str(e))  # It costs these streams' rollouts, not the run.
             continue
         answer = {
             "action": action,

@@ -223,9 +223,9 @@ class EnvironmentServer:
                 env = create_env(self.flags, self.flags.envs_per_server)
             seed = hello.seed if self.flags.seed is None else self.flags.seed
             step = env.initial(seed % 2**30)  # Every environment takes these, and + E.
-            # Serialised messages one after the other are one message.
             welcome = pb.Response(welcome=self._welcome(env, step))
-            yield welcome.SerializeToString() + encode_step(step)  # Fields are joined.
+            # Serialised messages one after the other are one message.
+            yield welcome.SerializeToString() + encode_step(step)
             shape = (env.num_envs, *env.action_shape)
             for request in requests:
                 action = self._action(self._parse(request), shape, env.num_actions)
@@ -348,13 +348,7 @@ def serve(flags, address, directory, parent):
         signal.signal(s, signal.SIG_IGN)
     setup_logging()
     keep_freed_memory()
-
-    def give_up():
-        seconds = f"{flags.env_timeout_seconds:g} s (--env_timeout_seconds)"
-        log.error("%s at %s did not answer for %s", flags.env, address, seconds)
-        os._exit(1)
-
-    environment.watch(flags.env_timeout_seconds, give_up)
+    environment.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
     pool = futures.ThreadPoolExecutor(MAX_STREAMS + 8)  # And some for health checks.
     server = grpc.server(
         pool,

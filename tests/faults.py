@@ -22,16 +22,17 @@ import polybeast_env
 from tests.programs import (
     TIMEOUT_S,
     Program,
-    children,
-    cmdline,
     private_mounts,
     read_logs,
+    rollouts,
     run,
     session,
+    step,
+    wait_for_steps,
 )
 from tests.test_faults import args, both, load
 from tests.test_polybeast_env import free_port
-from tests.test_polybeast_faults import learn, serve, step, wait_for_steps
+from tests.test_polybeast_faults import learn, serve
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 SAVE = ("--checkpoint_interval_seconds", 1e-9)  # A checkpoint, too.
@@ -39,11 +40,6 @@ SAVE = ("--checkpoint_interval_seconds", 1e-9)  # A checkpoint, too.
 
 def start(module, savedir, *others, **kwargs):
     return Program(*args(module, savedir, *LOG, *others, **kwargs), module=module)
-
-
-def workers(program):
-    """Process ids of actors or servers."""
-    return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
 
 
 @pytest.fixture
@@ -135,14 +131,14 @@ def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
 def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
     with start(module, savedir) as program:
         wait_for_steps(savedir, 400)
-        before = workers(program)
+        before = program.workers()
         processes = [program.process.pid, *session(program.process.pid)]
         for signum in (signal.SIGSTOP, signal.SIGCONT):
             for pid in processes:
                 os.kill(pid, signum)
             time.sleep(40 if signum == signal.SIGSTOP else 0)  # Keepalive's is 30.
         wait_for_steps(savedir, 1000)
-        assert workers(program) == before
+        assert program.workers() == before
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
     for word in ("Traceback", "died", "started again", "no stream"):
@@ -213,7 +209,7 @@ def test_a_signal_at_any_moment_of_the_start_is_no_traceback(savedir, module):
 def test_ctrl_c_while_servers_start_is_no_traceback(savedir):
     for i in range(3):
         with start("polybeast", savedir) as program:
-            while not workers(program):
+            while not program.workers():
                 time.sleep(0.01)
             time.sleep(0.3 * i)
             os.killpg(program.process.pid, signal.SIGINT)
@@ -347,12 +343,9 @@ def end(learner, savedir):
     """Of a run with servers: everything that was begun is accounted for."""
     learner.signal(signal.SIGTERM)
     assert learner.end() == 128 + signal.SIGTERM
-    [line] = re.findall(r"rollouts: (.*)", learner.output)
-    delivered, learned, begun, lost, ended = map(int, re.findall(r"\d+", line))
-    assert begun == delivered + lost + ended
-    assert learned <= delivered <= learned + 8  # A batch waits, another one opens.
-    assert f"step {20 * learned} of" in learner.output
-    return lost
+    counts = rollouts(learner)
+    assert f"step {20 * counts['learned from']} of" in learner.output
+    return counts["lost with their stream"]
 
 
 def test_a_slow_network_makes_steps_late_and_loses_none(tmp_path):
@@ -409,7 +402,7 @@ def test_a_server_that_stops_for_40_s_costs_its_rollouts_and_comes_back(tmp_path
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with serve(one) as server, serve(two), learn(tmp_path, f"{one},{two}") as learner:
         wait_for_steps(tmp_path, 1000)
-        [pid] = workers(server)
+        [pid] = server.workers()
         os.kill(pid, signal.SIGSTOP)
         wait_for_steps(tmp_path, 1000)  # The other one goes on.
         time.sleep(40)

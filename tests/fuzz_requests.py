@@ -150,7 +150,9 @@ def run(server, requests, left):
     num_answers = 0
     try:
         for response in server.stream(left, Context()):
-            assert response.IsInitialized()
+            response = pb.Response.FromString(response)
+            assert response.HasField("welcome") == (num_answers == 0)
+            assert response.step.data
             num_answers += 1
     except Aborted as e:
         code, text = e.args

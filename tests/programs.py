@@ -5,6 +5,7 @@ import csv
 import os
 import pathlib
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -39,11 +40,11 @@ def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, prefix=(), **k
 class Program:
     """The program in the background; wait_for() reads its stderr line by line."""
 
-    def __init__(self, *args, module="monobeast", host=None):
+    def __init__(self, *args, module="monobeast", host=None, cwd=ROOT):
         self.shm_before = shared_memory()
         self.process = subprocess.Popen(
             [*(host.prefix if host else ()), *command(*args, module=module)],
-            cwd=ROOT,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -75,8 +76,8 @@ class Program:
             if text in line:
                 return line
 
-    def actors(self):
-        """Process ids of the actors. (multiprocessing has helpers of its own.)"""
+    def workers(self):
+        """Process ids of actors or servers. (multiprocessing has helpers, too.)"""
         return [
             pid for pid in children(self.process.pid) if "spawn_main" in cmdline(pid)
         ]
@@ -153,6 +154,37 @@ def read_logs(path):
     """The rows of logs.csv as dicts of strings."""
     with open(path / "logs.csv", newline="") as f:
         return list(csv.DictReader(f))
+
+
+def step(savedir):
+    """How far run "x" is."""
+    try:
+        rows = read_logs(savedir / "x")
+    except OSError:
+        return 0
+    return int(rows[-1]["step"] or 0) if rows else 0
+
+
+def wait_for_steps(savedir, n, timeout_s=120):
+    """Until run "x" has made n steps from now."""
+    deadline = time.monotonic() + timeout_s
+    until = step(savedir) + n
+    while step(savedir) < until:
+        assert time.monotonic() < deadline, f"still at step {step(savedir)}"
+        time.sleep(0.05)
+
+
+def rollouts(learner):
+    """{what: how many} of them, as PolyBeast says at its end. Asserts that none is
+    missing."""
+    *_, line = re.findall(r"rollouts: .*", learner.output)
+    numbers = map(int, re.findall(r"\d+", line))
+    names = "delivered", "learned from", "begun", "lost with their stream", "unfinished"
+    n = dict(zip(names, numbers, strict=True))
+    assert n["begun"] == n["delivered"] + n["lost with their stream"] + n["unfinished"]
+    # A batch waits, another one opens.
+    assert n["learned from"] <= n["delivered"] <= n["learned from"] + 8, line
+    return n
 
 
 # Disks.

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from tests.programs import ROOT, read_logs, run
-from tests.test_learning import best_tenth
+from tests.test_learning import learns
 
 # What each adds to the files beside create_env() and Net.
 ADDED = {"minatar": set(), "nethack": {"NetHackEncoder"}}
@@ -83,7 +83,4 @@ def test_the_patched_program_trains(example, patched, lstm, tmp_path):
 def test_minatar_breakout_is_learned_with_the_documented_command(
     example, patched, tmp_path
 ):
-    result = run(*documented_flags(example), "--savedir", tmp_path, "--xpid", "x",
-                 module="polybeast", timeout_s=600, cwd=patched)  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert best_tenth(read_logs(tmp_path / "x")) > 5
+    learns("polybeast", documented_flags(example), 5, tmp_path, cwd=patched)

@@ -20,8 +20,6 @@ import monobeast
 import polybeast_env
 from tests.programs import (
     Program,
-    children,
-    cmdline,
     disk,
     read_logs,
     run,
@@ -56,11 +54,6 @@ def refused(module, capfd, *args):
 
 def load(savedir):
     return torch.load(savedir / "x" / "model.tar", weights_only=True)
-
-
-def workers(program):
-    """Process ids of actors or servers."""
-    return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
 
 
 @pytest.fixture

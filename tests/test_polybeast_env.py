@@ -230,7 +230,7 @@ def test_any_number_is_a_seed(env, seed):
     requests = [pb.Request(hello=hello).SerializeToString()]
     server = polybeast_env.EnvironmentServer(flags)
     [response] = server.stream(iter(requests), fuzz_requests.Context())
-    assert response.welcome.num_envs == 2
+    assert pb.Response.FromString(response).welcome.num_envs == 2
 
 
 def test_a_step_that_is_too_large_is_refused_by_name():

@@ -232,7 +232,7 @@ def test_killed_actor_is_replaced_and_training_goes_on(savedir):
     with Program(*small_run(savedir, *args, steps=10**8)) as program:
         program.wait_for("return")
         for _ in range(3):  # At any moment: also one that has just been started.
-            os.kill(program.actors()[0], signal.SIGKILL)
+            os.kill(program.workers()[0], signal.SIGKILL)
             assert "SIGKILL" in program.wait_for("died")
             program.wait_for("is restarted")
         before = len(read_logs(savedir / "x"))
@@ -280,7 +280,7 @@ def test_reward_that_is_not_a_number_is_an_exception_in_the_actor(savedir):
     args = ("--max_actor_restarts", 0)
     result = run(*small_run(savedir, *args, env=FAULTY + "NaNReward-v0", steps=10**6))
     assert result.returncode == 1
-    assert "a reward that is NaN" in result.stderr
+    assert "reward of environment 0 is nan" in result.stderr
     weights = load(savedir)["model"].values()
     assert all(torch.isfinite(w).all() for w in weights)
 
@@ -313,7 +313,7 @@ def test_signal_to_the_whole_group_saves_and_actors_do_not_see_it(savedir, signu
 def test_ctrl_c_while_actors_start_is_no_traceback(savedir):
     with Program(*small_run(savedir, steps=10**8)) as program:
         program.wait_for("results in")
-        while len(program.actors()) < 2:
+        while len(program.workers()) < 2:
             time.sleep(0.01)
         os.killpg(program.process.pid, signal.SIGINT)
         assert program.end(timeout_s=10) == 128 + signal.SIGINT
