@@ -19,18 +19,22 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch._inductor.config  # noqa: E402
 
 import experiment  # noqa: E402
 import vtrace  # noqa: E402
 from benchmarks import limit, throughput  # noqa: E402
 
 PONG = ["--env", "PongNoFrameskip-v4"]
-LEARNERS = {
-    "float32": [],
-    "bfloat16": ["--precision", "bfloat16"],
-    "float32, compiled": ["--compile"],
-    "bfloat16, compiled": ["--precision", "bfloat16", "--compile"],
-}
+LEARNERS = [  # Precision, compiled?, as CUDA graphs?
+    ("float32", False, False),
+    ("float32", True, False),
+    ("float32", True, True),
+    ("bfloat16", False, False),
+    ("bfloat16", True, False),
+    ("bfloat16", True, True),
+]
 
 
 def rate(function, num_steps, seconds):
@@ -48,8 +52,12 @@ def learners(seconds):
     """Frames per second of updates alone, deep network."""
     results = {}
     for B in (32, 80):
-        for name, args in LEARNERS.items():
-            flags = limit.parse("polybeast", [*PONG, "--batch_size", str(B), *args])
+        for precision, compiled, graphs in LEARNERS:
+            args = [*PONG, "--batch_size", str(B), "--precision", precision]
+            flags = limit.parse("polybeast", args + ["--compile"] * compiled)
+            torch._dynamo.reset()  # Or it takes what it compiled for the last variant.
+            torch._inductor.config.triton.cudagraphs = graphs
+            name = precision + ", compiled" * compiled + ", CUDA graphs" * graphs
             results[f"{B} x 20, {name}"] = attempt(
                 lambda flags=flags: rate(
                     limit.update_stage("polybeast", flags),
@@ -57,6 +65,7 @@ def learners(seconds):
                     seconds,
                 )
             )
+    torch._inductor.config.triton.cudagraphs = False
     return results
 
 
