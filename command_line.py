@@ -15,6 +15,17 @@ from environment import BadInput
 
 log = logging.getLogger("torchbeast")
 
+# What ends a program in order: Ctrl-C, a service manager, a terminal that is closed.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def handle_signals(handler) -> dict:
+    """Has SIGNALS call the handler. Returns {signal: handler before}."""
+    old = {s: signal.signal(s, handler) for s in SIGNALS}
+    if old[signal.SIGHUP] == signal.SIG_IGN:  # That is what nohup is for.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return old
+
 
 class Parser(argparse.ArgumentParser):
     """Bad input is one line on stderr and exit code 2."""
@@ -128,13 +139,12 @@ def allow_open_files(num_files):
 
 
 def start_process(process):
-    """Starts a multiprocessing.Process that never sees SIGINT and SIGTERM: Ctrl-C and a
-    service manager send them to the whole group, and they are this process's to act on.
-    They are blocked, so that it is so from the first moment. OSError if the machine has
-    too many processes or open files."""
+    """Starts a multiprocessing.Process that never sees SIGNALS: they are sent to the
+    whole group, and are this process's to act on. They are blocked, so that it is so
+    from the first moment. OSError if the machine has too many processes or open
+    files."""
     resource_tracker.ensure_running()  # Else start() does it, and unblocks them.
-    signals = (signal.SIGINT, signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process.start()
     finally:

@@ -26,6 +26,7 @@ import platform
 import random
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -37,7 +38,13 @@ import torch
 
 import files
 import vtrace
-from command_line import environment_parser, log, number, setup_logging
+from command_line import (
+    environment_parser,
+    handle_signals,
+    log,
+    number,
+    setup_logging,
+)
 from environment import BadInput
 from files import cut_log, write_atomically
 
@@ -254,12 +261,9 @@ class Run:
         with self.disk_errors():
             self._write_meta()
             path = self.path / "logs.csv"
-            if self.step:
-                cut_log(path, self.step)
-            self._csv = open(path, "a", newline="", buffering=1)
             # A run that was begun with other columns keeps them.
-            with open(path, newline="") as f:
-                columns = next(csv.reader(f), None)
+            columns = cut_log(path, self.step or math.inf)
+            self._csv = open(path, "a", newline="", buffering=1)
             self._writer = csv.DictWriter(
                 self._csv, columns or COLUMNS, extrasaction="ignore"
             )
@@ -276,8 +280,9 @@ class Run:
             sessions = [*earlier.pop("earlier_sessions", []), earlier]
         except FileNotFoundError:
             pass
-        except (ValueError, AttributeError) as e:
+        except (ValueError, AttributeError, TypeError) as e:
             log.warning("%s is written anew: %s", path, e)
+            sessions = []
         data = dict(meta(self.flags), first_step=self.step, earlier_sessions=sessions)
         write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
 
@@ -427,7 +432,10 @@ def stage_shares(seconds, before=None):
 def run_path(flags) -> pathlib.Path:
     """<savedir>/<xpid>. Sets flags.xpid if it is not given: to the time for a new run,
     to the newest run's for a test."""
-    savedir = pathlib.Path(flags.savedir).expanduser()
+    try:
+        savedir = pathlib.Path(flags.savedir).expanduser()
+    except RuntimeError as e:  # ~nobody
+        raise BadInput(f"--savedir {flags.savedir}: {e}") from e
     if flags.xpid is None:
         if flags.mode != "train":
             path = (savedir / "latest").resolve()
@@ -435,7 +443,8 @@ def run_path(flags) -> pathlib.Path:
             return path
         now = datetime.datetime.now()
         flags.xpid = f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
-    if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid:
+    surrogates = re.search("[\ud800-\udfff]", flags.xpid)  # Of bytes that are no text.
+    if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid or surrogates:
         raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")
     return savedir / flags.xpid
 
@@ -610,7 +619,7 @@ class Display:
         self._live = None
         self._line_at = time.monotonic()
         self._recent = deque([(self._line_at, run.step)], maxlen=20)
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
@@ -638,7 +647,8 @@ class Display:
         self._line_at = now
         self._recent.append((now, self.run.step))
         if self._live:
-            self._live.update(self._task, completed=self.run.step, text=self.text())
+            with contextlib.suppress(OSError):  # The terminal is closed.
+                self._live.update(self._task, completed=self.run.step, text=self.text())
         else:
             log.info("%s", self.text())
 
@@ -657,13 +667,14 @@ class Display:
 
     def close(self):
         if self._live:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
             self._move_log_lines()
 
 
 class Signals:
-    """SIGINT and SIGTERM make check() raise Stop; the second one quits at once.
+    """SIGNALS make check() raise Stop; the second one quits at once.
 
     on_second is called in the signal handler: it must end the children, and not block.
     """
@@ -673,9 +684,7 @@ class Signals:
         self.received = None
 
     def __enter__(self):
-        self._old = {
-            s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._old = handle_signals(self._handle)
         return self
 
     def __exit__(self, *_):
@@ -685,7 +694,8 @@ class Signals:
     def _handle(self, signum, _frame):
         if self.received is not None:
             self.on_second()
-            os.write(2, b"\nquit without saving\n")
+            if select.select([], [2], [], 0)[1]:  # Not a pipe that nobody reads.
+                os.write(2, b"\nquit without saving\n")
             os._exit(128 + signum)
         self.received = signal.Signals(signum)
 

@@ -70,20 +70,25 @@ def write_atomically(path, data):
 
 def cut_log(path, step):
     """Leaves of logs.csv what was saved: the whole rows up to that step. The updates
-    after it, of a run that was killed, are made again."""
+    after it, of a run that was killed, are made again. Returns the columns; None if
+    there are none, and then the file is empty."""
     with open(path, newline="", errors="replace") as f:
-        reader = csv.DictReader(line.replace("\0", "") for line in f)
-        if "step" not in (reader.fieldnames or ()):
-            return
+        lines = (line.replace("\0", "") for line in f if len(line) < 10_000)
+        reader = csv.DictReader(lines)
+        columns = reader.fieldnames or ()
         rows = [
             row
             for row in reader
             if None not in row.values()
-            and row["step"].isdecimal()
+            and row.get("step", "").isdecimal()
             and int(row["step"]) <= step
         ]
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, reader.fieldnames, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
+    if "step" in columns:
+        writer = csv.DictWriter(text, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif path.stat().st_size > 0:
+        log.warning("%s is written anew: it has no column step", path)
     write_atomically(path, text.getvalue().encode())
+    return columns if "step" in columns else None

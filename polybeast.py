@@ -307,7 +307,7 @@ def train(flags):
     num_streams = flags.num_servers
     if flags.server_addresses is not None:
         num_streams = len(streams.addresses(flags))
-    allow_open_files(8 * num_streams)
+    allow_open_files(streams.FILES_PER_STREAM * num_streams)
     flags.seed = experiment.set_seed(flags.seed)
     device = experiment.get_device(flags, "learner_device")
     actor_device = experiment.get_device(flags, "actor_device")

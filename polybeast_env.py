@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,9 +33,11 @@ import environment
 import tls
 import torchbeast_pb2 as pb
 from command_line import (
+    SIGNALS,
     Parser,
     allow_open_files,
     environment_parser,
+    handle_signals,
     keep_freed_memory,
     log,
     number,
@@ -87,7 +90,10 @@ def addresses(first, n):
         return [first] if n == 1 else [f"{first}.{i}" for i in range(n)]
     host, colon, port = first.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) <= 65536 - n):
-        raise BadInput(f"--address {first}: expected HOST:PORT or unix:PATH")
+        raise BadInput(
+            f"--address {first}: expected HOST:PORT, PORT from 1 to {65536 - n}, or "
+            "unix:PATH"
+        )
     return [f"{host}:{int(port) + i}" for i in range(n)]
 
 
@@ -335,16 +341,33 @@ def add_port(server, address, flags):
             )
             server.add_secure_port(address, credentials)
     except RuntimeError as e:
-        raise BadInput(
-            f"cannot serve at {address}: is it in use, or of another host?"
-        ) from e
+        raise BadInput(f"cannot serve at {address}: {why_not_free(address)}") from e
+
+
+def why_not_free(address):
+    """What the system says; gRPC does not."""
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(path)
+            os.unlink(path)
+        else:
+            host, _, port = address.rpartition(":")
+            where = socket.getaddrinfo(host.strip("[]"), int(port))
+            family, _, _, _, name = where[0]
+            with socket.socket(family, socket.SOCK_STREAM) as s:
+                s.bind(name)
+    except OSError as e:
+        return e.strerror or str(e)
+    return "is it in use?"
 
 
 def serve(flags, address, directory, parent):
     """Server process. Serves at the address until its parent closes the other end of
     the connection, or is gone; then removes the directory. Signals are the parent's to
     handle."""
-    for s in (signal.SIGINT, signal.SIGTERM):
+    for s in SIGNALS:
         signal.signal(s, signal.SIG_IGN)
     setup_logging()
     keep_freed_memory()
@@ -406,6 +429,8 @@ class Server:
     def start(self):
         """OSError if the machine has too many processes or open files."""
         self.started_at = time.monotonic()
+        if self.directory is not None:  # Some systems tidy up.
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
         context = multiprocessing.get_context("spawn")
         connection, child = context.Pipe()
         process = context.Process(
@@ -502,8 +527,7 @@ def run(flags):
     allow_open_files(max(4 * flags.num_servers, MAX_STREAMS))
     create_env(flags, flags.envs_per_server).close()  # BadInput here, not in a process.
     received = []
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, lambda signum, _: received.append(signum))
+    handle_signals(lambda signum, _: received.append(signum))
     if flags.insecure:
         log.warning(tls.INSECURE)
     with Servers() as servers:

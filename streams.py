@@ -4,13 +4,16 @@ servers' addresses, and logs which streams fail and come back.
 
 import os
 import pathlib
+import re
 import time
 from collections import Counter
 
 import tls
-from command_line import log
+from command_line import allow_open_files, log
 from environment import BadInput
 
+FILES_PER_STREAM = 8
+MAX_CHANGES = 10  # Of a file, told of one by one.
 MAX_ERROR_CHARACTERS = 200
 QUIET_S = 10  # A stream that fails over and over is told of so often.
 REMIND_S = 60  # And one that stays away after that time, then twice of it, and so on.
@@ -20,28 +23,38 @@ def addresses(flags):
     """Those of --server_addresses, HOST:PORT,... or @FILE. BadInput if none, or if one
     may not be connected to."""
     flag = flags.server_addresses
-    if not flag.startswith("@"):
+    try:
+        if flag.startswith("@"):
+            return read(flag[1:], flags)
         if found := parse(flag):
             tls.check(flags, found)
             return found
-        raise BadInput("--server_addresses is empty, expected HOST:PORT,... or @FILE")
-    try:
-        return read(flag[1:], flags)
     except (OSError, ValueError) as e:
         raise BadInput(f"--server_addresses {flag}: {reason(e)}") from e
+    raise BadInput("--server_addresses is empty, expected HOST:PORT,... or @FILE")
 
 
 def parse(text):
-    """Addresses of lines, or between commas; # begins a comment."""
+    """Addresses of lines, or between commas; # begins a comment. BadInput if one of
+    them is none."""
     lines = [line.partition("#")[0] for line in text.splitlines()]
-    return [a.strip() for a in ",".join(lines).split(",") if a.strip()]
+    found = [a.strip() for a in ",".join(lines).split(",") if a.strip()]
+    for address in found:
+        port = re.fullmatch(r"unix:\S+|\S+:([0-9]{1,5})", address)
+        if not port or not 0 < int(port[1] or 1) < 65536:
+            raise BadInput(f"{address!r}: expected HOST:PORT or unix:PATH")
+    return found
 
 
 def read(path, flags):
     """The addresses of a file. OSError or ValueError if there is none, or if one may
     not be connected to."""
-    if found := parse(pathlib.Path(path).read_text()):
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file():  # A pipe would be waited for.
+        raise ValueError("expected a file")
+    if found := parse(path.read_text(encoding="utf-8-sig")):
         tls.check(flags, found)
+        allow_open_files(FILES_PER_STREAM * len(found))
         return found
     raise ValueError("no address in it")
 
@@ -92,9 +105,8 @@ class Streams:
             return
         self._read, self._warned = version, False
         old = Counter(s["address"] for s in self._actors.status())
-        for address in old | new:
-            if new[address] == old[address]:
-                continue
+        changed = [a for a in old | new if new[a] != old[a]]
+        for address in changed:
             if new[address] < old[address]:
                 self._actors.remove(address)  # All of them.
                 missing = new[address]
@@ -102,13 +114,10 @@ class Streams:
                 missing = new[address] - old[address]
             for _ in range(missing):
                 self._actors.add(address)
-            log.info(
-                "%s: %s has %d streams, %d before",
-                self._path,
-                address,
-                new[address],
-                old[address],
-            )
+        for a in changed[:MAX_CHANGES]:
+            log.info("%s: %s has %d streams, %d before", self._path, a, new[a], old[a])
+        if len(changed) > MAX_CHANGES:
+            log.info("%s: and so on: %d addresses", self._path, len(changed))
 
 
 class StreamLog:

@@ -139,8 +139,8 @@ def _try_handshake(role, cert, key, ca):
 
 def make_certificates(directory, hosts):
     """Those that are not there yet, with a CA of their own. Returns the directories
-    that go to other hosts, each with cert.pem, key.pem and ca.pem. BadInput if it
-    cannot.
+    that go to other hosts, each with cert.pem, key.pem and ca.pem: {path: whether it
+    was there already}. BadInput if it cannot.
 
     hosts: names or IP addresses; several of one host between commas.
     """
@@ -148,9 +148,10 @@ def make_certificates(directory, hosts):
     extensions = {directory / "learner": "extendedKeyUsage = clientAuth"}
     for host in hosts:
         names = host.split(",")
-        extensions[directory / "hosts" / names[0]] = (
-            f"extendedKeyUsage = serverAuth\n{alternative_names(names)}"
-        )
+        path = directory / "hosts" / names[0]
+        if path in extensions:
+            raise BadInput(f"{names[0]} comes twice, expected its names between commas")
+        extensions[path] = f"extendedKeyUsage = serverAuth\n{alternative_names(names)}"
     ca = directory / "ca.pem", directory / "ca.key"
     try:
         directory.mkdir(mode=0o700, parents=True)
@@ -169,14 +170,17 @@ def make_certificates(directory, hosts):
         except BadInput:
             shutil.rmtree(directory)
             raise
+    result = {}
     for path, extension in extensions.items():
-        if (path / "cert.pem").exists():
+        cert, key = path / "cert.pem", path / "key.pem"
+        result[path] = cert.exists() and key.exists()
+        if result[path]:
             continue
         path.mkdir(parents=True, exist_ok=True)
         shutil.copy(ca[0], path)
-        openssl(path / "cert.pem", path / "key.pem", path.name, extension,
+        openssl(cert, key, path.name, extension,
                 "-CA", ca[0], "-CAkey", ca[1])  # fmt: skip
-    return list(extensions)
+    return result
 
 
 def alternative_names(names):
@@ -184,11 +188,13 @@ def alternative_names(names):
     result = []
     for name in names:
         try:
-            result.append(f"IP:{ipaddress.ip_address(name)}")
+            ipaddress.ip_address(name)
+            kind, pattern = "IP", r"[0-9A-Fa-f.:]+"  # Without a zone.
         except ValueError:
-            if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", name):
-                raise BadInput(f"{name}: expected a host's name or IP") from None
-            result.append(f"DNS:{name}")
+            kind, pattern = "DNS", r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?"
+        if not re.fullmatch(pattern, name):
+            raise BadInput(f"{name}: expected a host's name or IP")
+        result.append(f"{kind}:{name}")
     return "subjectAltName = " + ", ".join(result)
 
 
@@ -232,8 +238,9 @@ def main(argv=None):
         directories = make_certificates(flags.directory, flags.hosts)
     except BadInput as e:
         p.error(str(e))
-    for path in directories:
-        print(f"{path}/ goes to {path.name}")
+    for path, there in directories.items():
+        unchanged = ", unchanged (to have it made anew, delete it)" if there else ""
+        print(f"{path}/ goes to {path.name}{unchanged}")
     print("in each: --tls_cert cert.pem --tls_key key.pem --tls_ca ca.pem")
     print(f"{flags.directory}/ca.key stays here: whoever has it can let others in")
 

@@ -321,6 +321,7 @@ class ActorPool {
   void stream(Actor* actor) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // Not what http_proxy is for.
     // No compression: a few bytes could become any number of them.
     arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1);
     arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);

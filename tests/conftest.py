@@ -1,8 +1,11 @@
 """What all tests share."""
 
+import signal
 import tempfile
 
 import pytest
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Whoever started the tests, with nohup.
 
 
 @pytest.fixture(scope="session", autouse=True)

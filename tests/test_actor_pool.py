@@ -144,6 +144,12 @@ def test_rollouts_are_what_the_environment_does_step_by_step(num_envs):
         np.testing.assert_array_equal(rollout["core_state"], np.full((1, 1, 2), k * T))
 
 
+def test_a_proxy_for_the_web_is_not_asked(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with server() as (address, _), Learner([address]) as learner:
+        learner.rollouts(1)
+
+
 def test_streams_are_seeded_one_by_one():
     with server(env="CartPole-v1", num_servers=1) as (address, _):
         with Learner([address, address], seed=5) as learner:

@@ -3,13 +3,22 @@ faults.py; what an environment or a network does, in test_program.py and
 test_polybeast_faults.py.
 """
 
+import contextlib
 import errno
+import fcntl
 import importlib
 import json
 import os
 import pathlib
+import pty
 import resource
+import shlex
 import shutil
+import signal
+import subprocess
+import termios
+import threading
+import time
 
 import pytest
 import torch
@@ -19,10 +28,13 @@ import files
 import monobeast
 import polybeast_env
 from tests.programs import (
+    ROOT,
     Program,
+    command,
     disk,
     read_logs,
     run,
+    wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
 
@@ -251,6 +263,97 @@ def test_logs_and_notes_that_were_damaged_do_not_hold_up_a_run(trained, module):
     assert [int(r["step"]) for r in read_logs(path)] == [400, 440, 480, 520, 560, 600]
     assert json.loads((path / "meta.json").read_text())["first_step"] == 400
     assert "meta.json is written anew" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("logs", "notes"),
+    [
+        (bytes(200_000), "[]"),
+        (b"\xff\xfe" * 2500, '{"earlier_sessions": 5}'),
+        (b"%s" + 200_000 * b"x", "null"),
+    ],
+)
+@both
+def test_nor_do_those_of_which_nothing_is_left(trained, module, logs, notes):
+    path = trained / "x"
+    header = (path / "logs.csv").read_bytes().splitlines(keepends=True)[0]
+    (path / "logs.csv").write_bytes(logs.replace(b"%s", header))
+    (path / "meta.json").write_text(notes)
+    result = run(*args(module, trained, "--log_interval_steps", 40, steps=480),
+                 module=module)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert [int(r["step"]) for r in read_logs(path)] == [440, 480]
+    assert "meta.json is written anew" in result.stderr
+
+
+# Terminals and pipes.
+
+
+@both
+def test_a_terminal_that_is_closed_ends_a_run_as_a_signal_does(savedir, module):
+    ours, its = pty.openpty()
+
+    def read():  # What is not read is waited for.
+        with contextlib.suppress(OSError):
+            while True:
+                os.read(ours, 1000)
+
+    process = subprocess.Popen(
+        command(*args(module, savedir), module=module),
+        cwd=ROOT, stdin=its, stdout=its, stderr=its, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(its, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(its)
+    threading.Thread(target=read, daemon=True).start()
+    wait_for_steps(savedir, 400)
+    os.close(ours)
+    assert process.wait(60) == 128 + signal.SIGHUP
+    assert load(savedir)["step"] > 0
+    assert "stopped by SIGHUP" in (savedir / "x" / "out.log").read_text()
+
+
+@both
+def test_nohup_lets_a_run_go_on(savedir, module):
+    process = subprocess.Popen(
+        command(*args(module, savedir), module=module),
+        cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    wait_for_steps(savedir, 400)
+    os.killpg(process.pid, signal.SIGHUP)
+    wait_for_steps(savedir, 4000)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+@both
+def test_two_signals_end_a_run_whose_output_nobody_reads(savedir, module):
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        command(*args(module, savedir), module=module),
+        cwd=ROOT, stderr=writer, start_new_session=True,
+    )  # fmt: skip
+    wait_for_steps(savedir, 400)
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1000))
+    os.set_blocking(writer, True)
+    time.sleep(6)  # By then it has something to say.
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
+
+
+@both
+def test_a_run_without_input_and_output_trains(savedir, module):
+    shell = shlex.join(command(*args(module, savedir, steps=400), module=module))
+    shell = ["sh", "-c", f"exec {shell} <&- >&- 2>&-"]
+    assert subprocess.run(shell, cwd=ROOT, timeout=300).returncode == 0
+    assert load(savedir)["step"] == 400
 
 
 # Open files and processes.

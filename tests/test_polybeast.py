@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,11 @@ import learner
 import monobeast
 import polybeast
 import polybeast_env
+from command_line import SIGNALS
 from environment import map_structure
 from experiment import STAGES, load_checkpoint
 from libtorchbeast import AsyncError, ClosedBatchingQueue, DynamicBatcher
-from tests.programs import Program, children, cmdline, read_logs, run
+from tests.programs import Program, read_logs, run
 from tests.test_polybeast_env import COUNTER, free_port, servers
 
 CARTPOLE = ["--env", "CartPole-v1"]
@@ -162,7 +164,7 @@ def test_the_same_command_resumes(tmp_path):
     assert [int(row["step"]) for row in read_logs(tmp_path / "x")][-1] == 4000
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_saves_and_ends_everything(signum, tmp_path):
     before = directories()
     args = [*SMALL, "--savedir", tmp_path, "--xpid", "x"]
@@ -229,15 +231,26 @@ def test_what_makes_the_network_overflow_costs_a_stream_and_bad_weights_the_run(
             serving.result(10)
 
 
+def test_a_server_is_replaced_when_its_directory_was_tidied_up(tmp_path):
+    before = directories()
+    args = [*SMALL, "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 200]
+    with Program(*args, module="polybeast") as program:
+        program.wait_for("step ")
+        [directory] = directories() - before
+        shutil.rmtree(os.path.join(tempfile.gettempdir(), directory))
+        os.kill(program.workers()[0], signal.SIGKILL)
+        program.wait_for(": connected (reconnects")
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
+    assert directories() == before
+
+
 def test_a_killed_server_is_replaced_and_training_goes_on(tmp_path):
     args = [*SMALL, "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 200]
     with Program(*args, module="polybeast") as program:
         program.wait_for("connected")
         program.wait_for("step ")
-        pid = [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)][
-            0
-        ]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(program.workers()[0], signal.SIGKILL)
         program.wait_for("ended (exit code -9), started again")
         program.wait_for("connected")
         before = int(read_logs(tmp_path / "x")[-1]["step"])

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import polybeast_env
 import torchbeast_pb2 as pb
+from command_line import SIGNALS
 from environment import BadInput, Environment, leaves, make
 from tests import fuzz_requests
 from tests.programs import ROOT, Program, children, cmdline, run
@@ -285,7 +286,7 @@ def server_processes(program):
     return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_ends_servers_and_streams(signum, tmp_path):
     address = f"unix:{tmp_path}/socket"
     with servers("--num_servers", 2, "--address", address) as program:
@@ -332,7 +333,22 @@ def test_addresses_count_up():
         (["--env", "CartPoel-v1"], "CartPole-v1"),
         (["--address", "nonsense"], "--address nonsense: expected HOST:PORT"),
         (["--num_servers", "0"], "--num_servers"),
-        (["--address", "192.0.2.1:5", "--insecure"], "cannot serve at 192.0.2.1:5"),
+        (
+            ["--address", "192.0.2.1:5", "--insecure"],
+            "cannot serve at 192.0.2.1:5: Cannot assign requested address",
+        ),
+        (
+            ["--address", "unix:/nosuch/directory", "--num_servers", 1],
+            "cannot serve at unix:/nosuch/directory: No such file or directory",
+        ),
+        (
+            ["--address", f"unix:/tmp/{200 * 'x'}"],
+            "AF_UNIX path too long",
+        ),
+        (
+            ["--address", "127.0.0.1:65535", "--num_servers", 8],
+            "expected HOST:PORT, PORT from 1 to 65528",
+        ),
     ],
 )
 def test_bad_input_is_one_line(args, message):
@@ -347,7 +363,8 @@ def test_an_address_in_use_is_one_line(counter):
     result = run("--env", COUNTER, "--num_servers", 1, "--address", counter,
                  module="polybeast_env")  # fmt: skip
     assert result.returncode == 2
-    assert f"cannot serve at {counter}" in result.stderr.splitlines()[-1]
+    message = f"cannot serve at {counter}: Address already in use"
+    assert message in result.stderr.splitlines()[-1]
 
 
 def test_torchbeast_pb2_is_what_protoc_makes_of_the_protocol(tmp_path):

@@ -14,6 +14,7 @@ import torch
 
 import experiment
 import monobeast
+from command_line import SIGNALS
 from tests import programs
 from tests.programs import ROOT, Program, read_logs, run
 
@@ -288,7 +289,7 @@ def test_reward_that_is_not_a_number_is_an_exception_in_the_actor(savedir):
 # Signals.
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_signal_saves_and_ends_within_seconds(savedir, signum):
     with Program(*small_run(savedir, steps=10**8)) as program:
         program.wait_for("return")
@@ -299,7 +300,7 @@ def test_signal_saves_and_ends_within_seconds(savedir, signum):
     assert load(savedir)["step"] > 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_signal_to_the_whole_group_saves_and_actors_do_not_see_it(savedir, signum):
     args = ("--max_actor_restarts", 0)
     with Program(*small_run(savedir, *args, steps=10**8)) as program:

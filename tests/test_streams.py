@@ -2,10 +2,13 @@
 
 import argparse
 import logging
+import os
 
 import pytest
 
+import command_line
 import streams
+from environment import BadInput
 
 
 class Pool:
@@ -74,35 +77,35 @@ def test_addresses_stand_in_lines_or_between_commas(text, expected):
 
 def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
     path = tmp_path / "hosts"
-    path.write_text("a\nb\nb\nc")
-    pool = Pool("a", "b", "b", "c")
+    path.write_text("a:1\nb:1\nb:1\nc:1")
+    pool = Pool("a:1", "b:1", "b:1", "c:1")
     watched = streams.Streams(pool, flags(f"@{path}"))
     watched.check()
     assert lines == []
-    path.write_text("b\nc\nc\nc\nd\nd")
+    path.write_text("b:1\nc:1\nc:1\nc:1\nd:1\nd:1")
     watched.check()
-    assert pool.addresses() == ["b", "c", "c", "c", "d", "d"]
+    assert pool.addresses() == ["b:1", "c:1", "c:1", "c:1", "d:1", "d:1"]
     assert lines == [
-        f"{path}: a has 0 streams, 1 before",
-        f"{path}: b has 1 streams, 2 before",
-        f"{path}: c has 3 streams, 1 before",
-        f"{path}: d has 2 streams, 0 before",
+        f"{path}: a:1 has 0 streams, 1 before",
+        f"{path}: b:1 has 1 streams, 2 before",
+        f"{path}: c:1 has 3 streams, 1 before",
+        f"{path}: d:1 has 2 streams, 0 before",
     ]
     watched.check()
     assert len(lines) == 4
-    assert pool.streams[0]["address"] == "c"  # More of it: the first one stays.
+    assert pool.streams[0]["address"] == "c:1"  # More of it: the first one stays.
 
 
 def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, lines):
     path = tmp_path / "hosts"
-    pool = Pool("a")
+    pool = Pool("a:1")
     watched = streams.Streams(pool, flags(f"@{path}"))
     for n in (1, 2):
         for _ in range(5):
             watched.check()
         assert len(lines) == n and "No such file or directory" in lines[-1]
-        assert pool.addresses() == ["a"]
-        path.write_text("a")
+        assert pool.addresses() == ["a:1"]
+        path.write_text("a:1")
         watched.check()
         path.unlink()
 
@@ -119,6 +122,44 @@ def test_a_file_with_another_host_changes_nothing_without_tls(tmp_path, lines):
     path.write_text("localhost:1")
     watched.check()
     assert pool.addresses() == ["localhost:1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a", "a:", ":1", "a:0", "a:65536", "a:99999", "a:1 b:2", "a:1\nb", "unix:", "a:b"],
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(BadInput, match="expected HOST:PORT or unix:PATH"):
+        streams.parse(text)
+
+
+def test_a_file_of_too_many_addresses_changes_nothing(tmp_path, lines, monkeypatch):
+    path = tmp_path / "hosts"
+    path.write_text(1000 * "a:1\n")
+    monkeypatch.setattr(command_line.resource, "getrlimit", lambda _: (1024, 4096))
+    pool = Pool("a:1")
+    streams.Streams(pool, flags(f"@{path}")).check()
+    assert pool.addresses() == ["a:1"]
+    assert len(lines) == 1 and "open files, the limit is 4096" in lines[0]
+
+
+def test_many_changes_of_a_file_are_a_few_lines(tmp_path, lines):
+    path = tmp_path / "hosts"
+    path.write_text("\n".join(f"a:{i}" for i in range(1, 101)))
+    pool = Pool()
+    streams.Streams(pool, flags(f"@{path}")).check()
+    assert len(pool.addresses()) == 100
+    assert len(lines) == 11 and lines[-1] == f"{path}: and so on: 100 addresses"
+
+
+def test_a_file_may_be_of_another_editor_but_not_a_pipe(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes("\ufeffa:1\r\nb:2".encode())
+    assert streams.addresses(flags(f"@{path}")) == ["a:1", "b:2"]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadInput, match="expected a file"):
+        streams.addresses(flags(f"@{path}"))
 
 
 def fail(stream, error="Socket closed", state="waiting to reconnect"):

@@ -100,7 +100,14 @@ def test_it_is_told_what_goes_where_and_a_ca_is_never_replaced(tmp_path):
     result = run(directory, "hostA", "hostC", module="tls")
     assert result.returncode == 0, result.stderr
     assert {p: p.read_bytes() for p in before} == before
+    for host, there in (("hostA", True), ("hostC", False)):
+        assert f"hosts/{host}/ goes to {host}" in result.stdout
+        assert (f"{host}, unchanged" in result.stdout) == there
     host = directory / "hosts/hostC"
+    tls.load(argparse.Namespace(**files(host), insecure=False), "server")
+    # What is not whole is made anew.
+    (host / "key.pem").unlink()
+    assert run(directory, "hostC", module="tls").returncode == 0
     tls.load(argparse.Namespace(**files(host), insecure=False), "server")
 
 
@@ -111,6 +118,8 @@ def test_it_is_told_what_goes_where_and_a_ca_is_never_replaced(tmp_path):
         (["certs", "a/b"], "a/b: expected a host's name or IP"),
         (["certs", "a,"], ": expected a host's name or IP"),
         (["certs", ".."], "..: expected a host's name or IP"),
+        (["certs", "fe80::1%eth0"], "fe80::1%eth0: expected a host's name or IP"),
+        (["certs", "a", "a,b"], "a comes twice"),
         (["file", "a"], "file has no ca.pem and ca.key"),
         ([".", "a"], ". has no ca.pem and ca.key"),
         (["file/certs", "a"], "file/certs: Not a directory"),
