@@ -21,10 +21,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def handle_signals(handler) -> dict:
     """Has SIGNALS call the handler. Returns {signal: handler before}."""
-    old = {s: signal.signal(s, handler) for s in SIGNALS}
-    if old[signal.SIGHUP] == signal.SIG_IGN:  # That is what nohup is for.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return old
+    signals = set(SIGNALS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # That is what nohup is for.
+        signals.remove(signal.SIGHUP)
+    return {s: signal.signal(s, handler) for s in signals}
 
 
 class Parser(argparse.ArgumentParser):

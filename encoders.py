@@ -110,7 +110,8 @@ class ImageEncoder(nn.Module):
     def _convolve(self, x):
         if not self.channels_last:
             # The convolutions take their channels last, too. As bytes it is a quarter
-            # of the work, and done once, not in the backward pass again.
+            # of the work, and done once, not in the backward pass again. (On a CPU
+            # stack() is faster than contiguous(), by a tenth of all the network does.)
             x = torch.stack(x.unbind(1), dim=-1)
         x = x.permute(0, 3, 1, 2)
         # From -2 to 2. Between 0 and 1 a ball of a few pixels is lost in the

@@ -198,11 +198,11 @@ class Environment:
         )
 
     def _step(self, observation, reward, done, terminated, truncated, action, info):
-        check_finite({"observation": observation, "reward": np.float32(reward)})
         # No reward leads into a first observation. If only training begins anew there,
         # the game may have paid: it goes on the score.
         self._episode_return += np.where(done & self._episode_end, 0, reward)
         reward = np.where(done, 0, reward).astype(np.float32)
+        check_finite({"observation": observation, "reward": reward})
         self._training_return += reward
         # Both at once is an end: nothing is bootstrapped.
         truncated = truncated & ~terminated

@@ -282,7 +282,6 @@ class Run:
             pass
         except (ValueError, AttributeError, TypeError) as e:
             log.warning("%s is written anew: %s", path, e)
-            sessions = []
         data = dict(meta(self.flags), first_step=self.step, earlier_sessions=sessions)
         write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
 
@@ -674,7 +673,7 @@ class Display:
 
 
 class Signals:
-    """SIGNALS make check() raise Stop; the second one quits at once.
+    """SIGNALS make check() raise Stop; the second one quits at once, but for SIGHUP.
 
     on_second is called in the signal handler: it must end the children, and not block.
     """
@@ -693,9 +692,12 @@ class Signals:
 
     def _handle(self, signum, _frame):
         if self.received is not None:
+            if signum == signal.SIGHUP:
+                return  # Of a terminal that is closed two come, or more.
             self.on_second()
-            if select.select([], [2], [], 0)[1]:  # Not a pipe that nobody reads.
-                os.write(2, b"\nquit without saving\n")
+            with contextlib.suppress(OSError, ValueError):
+                if select.select([], [2], [], 0)[1]:  # Not a pipe that nobody reads.
+                    os.write(2, b"\nquit without saving\n")
             os._exit(128 + signum)
         self.received = signal.Signals(signum)
 

@@ -73,8 +73,8 @@ def cut_log(path, step):
     after it, of a run that was killed, are made again. Returns the columns; None if
     there are none, and then the file is empty."""
     with open(path, newline="", errors="replace") as f:
-        lines = (line.replace("\0", "") for line in f if len(line) < 10_000)
-        reader = csv.DictReader(lines)
+        lines = (line.replace("\0", "") for line in f if len(line) < 4000)
+        reader = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
         columns = reader.fieldnames or ()
         rows = [
             row

@@ -230,7 +230,7 @@ def inference(batcher, model, weights, device):
             action = choose_action(logits)
         except ValueError as e:
             if not all(p.isfinite().all() for p in model.parameters()):
-                raise  # It will not get better.
+                raise Stop(str(e), save=False) from e  # It will not get better.
             batch.set_error(str(e))  # It costs these streams' rollouts, not the run.
             continue
         answer = {

@@ -11,6 +11,7 @@ E is the number of environments of a stream.
 """
 
 import contextlib
+import errno
 import math
 import multiprocessing
 import os
@@ -358,8 +359,8 @@ def why_not_free(address):
             family, _, _, _, name = where[0]
             with socket.socket(family, socket.SOCK_STREAM) as s:
                 s.bind(name)
-    except OSError as e:
-        return e.strerror or str(e)
+    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host.
+        return getattr(e, "strerror", None) or str(e)
     return "is it in use?"
 
 
@@ -429,8 +430,11 @@ class Server:
     def start(self):
         """OSError if the machine has too many processes or open files."""
         self.started_at = time.monotonic()
+        self.served = False  # Its socket was there.
         if self.directory is not None:  # Some systems tidy up.
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            if os.lstat(self.directory).st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, "its directory is of somebody else")
         context = multiprocessing.get_context("spawn")
         connection, child = context.Pipe()
         process = context.Process(
@@ -453,7 +457,12 @@ class Server:
 
     def restart_if_ended(self):
         if self.process.is_alive():
-            return
+            there = os.path.exists(self.address.removeprefix("unix:"))
+            self.served = self.served or there
+            if there or not self.served or self.directory is None:
+                return
+            self.process.kill()  # Nobody can connect to it any more.
+            self.process.join()
         ran_s = time.monotonic() - self.started_at
         wait_s = min(30, 2 ** min(self.restarts, 5)) if ran_s < 60 else 0
         if ran_s < wait_s:

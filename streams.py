@@ -30,7 +30,8 @@ def addresses(flags):
             tls.check(flags, found)
             return found
     except (OSError, ValueError) as e:
-        raise BadInput(f"--server_addresses {flag}: {reason(e)}") from e
+        file = f" {flag}" if flag.startswith("@") else ""
+        raise BadInput(f"--server_addresses{file}: {reason(e)}") from e
     raise BadInput("--server_addresses is empty, expected HOST:PORT,... or @FILE")
 
 
@@ -40,7 +41,7 @@ def parse(text):
     lines = [line.partition("#")[0] for line in text.splitlines()]
     found = [a.strip() for a in ",".join(lines).split(",") if a.strip()]
     for address in found:
-        port = re.fullmatch(r"unix:\S+|\S+:([0-9]{1,5})", address)
+        port = re.fullmatch(r"unix:.+|\S+:([0-9]{1,5})", address)
         if not port or not 0 < int(port[1] or 1) < 65536:
             raise BadInput(f"{address!r}: expected HOST:PORT or unix:PATH")
     return found
@@ -68,8 +69,8 @@ class Streams:
 
     If --server_addresses is @FILE, the pool gets the addresses that are written into
     the file, as often as they are there, and loses those that are taken out of it. As
-    long as the file cannot be read, is empty or has an address that may not be
-    connected to, nothing changes.
+    long as the file cannot be read, is empty, has an address that is none or may not
+    be connected to, or more than files may be opened for, nothing changes.
     """
 
     def __init__(self, actors, flags):
@@ -78,7 +79,7 @@ class Streams:
         flag = flags.server_addresses
         self._path = flag[1:] if flag is not None and flag.startswith("@") else None
         self._read = None  # What tells whether the file has changed since.
-        self._warned = False
+        self._warned = None  # Of what.
         self._logs = {}  # By the streams' numbers.
 
     def check(self):
@@ -99,11 +100,11 @@ class Streams:
                 return
             new = Counter(read(self._path, self._flags))
         except (OSError, ValueError) as e:
-            if not self._warned:
+            if self._warned != reason(e):
                 log.warning("%s: %s; goes on as it is", self._path, reason(e))
-            self._read, self._warned = None, True
+            self._read, self._warned = None, reason(e)
             return
-        self._read, self._warned = version, False
+        self._read, self._warned = version, None
         old = Counter(s["address"] for s in self._actors.status())
         changed = [a for a in old | new if new[a] != old[a]]
         for address in changed:

@@ -173,7 +173,7 @@ def make_certificates(directory, hosts):
     result = {}
     for path, extension in extensions.items():
         cert, key = path / "cert.pem", path / "key.pem"
-        result[path] = cert.exists() and key.exists()
+        result[path] = all(p.exists() for p in (cert, key, path / "ca.pem"))
         if result[path]:
             continue
         path.mkdir(parents=True, exist_ok=True)

@@ -95,15 +95,15 @@ class Soak:
         self.learner.signal(signum)
         code = self.learner.end()  # Asserts that it leaves nothing behind.
         killed = signum == signal.SIGKILL  # It cannot say what it did.
+        expected = -signum if killed else 128 + signum
+        if code != expected:
+            raise AssertionError(f"exit code {code}:\n{self.learner.output[-3000:]}")
         self.sessions.append({
             "ended by": signal.Signals(signum).name, "exit code": code,
             "steps": self.step() - self.resumed_at,
             "rollouts": {} if killed else rollouts(self.learner),
             "reconnects": self.learner.output.count(": connected (reconnects"),
         })  # fmt: skip
-        expected = -signum if killed else 128 + signum
-        if code != expected:
-            raise AssertionError(f"exit code {code}:\n{self.learner.output[-3000:]}")
 
     def step(self):
         return step(self.directory)

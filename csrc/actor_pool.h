@@ -47,7 +47,7 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 // An actor asks the inference batcher for compute((step, core_state)), [1, E, ...]
 // each, which answers (outputs, core_state); outputs is a dict with at least "action"
 // [1, E, ...] int64, and what of it is to be learned from. Each T steps it puts E items
-// into the learner queue: rollouts (see above) of one environment each. Both batch
+// into the learner queue: rollouts (rollout.h) of one environment each. Both batch
 // along dimension 1.
 //
 //   run()     blocks until stop(). Throws runtime_error, with what each server said, if

@@ -5,7 +5,8 @@ import tempfile
 
 import pytest
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Whoever started the tests, with nohup.
+# Programs have it as by default, if whoever started the tests used nohup.
+signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

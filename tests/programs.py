@@ -177,7 +177,9 @@ def wait_for_steps(savedir, n, timeout_s=120):
 def rollouts(learner):
     """{what: how many} of them, as PolyBeast says at its end. Asserts that none is
     missing."""
-    *_, line = re.findall(r"rollouts: .*", learner.output)
+    lines = re.findall(r"rollouts: .*", learner.output)
+    assert lines, learner.output
+    line = lines[-1]
     numbers = map(int, re.findall(r"\d+", line))
     names = "delivered", "learned from", "begun", "lost with their stream", "unfinished"
     n = dict(zip(names, numbers, strict=True))

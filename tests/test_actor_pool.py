@@ -13,7 +13,6 @@ import torch
 
 from environment import Environment, make
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
-from tests.programs import children, cmdline
 from tests.test_polybeast_env import COUNTER, free_port, servers
 
 T = 7
@@ -145,6 +144,8 @@ def test_rollouts_are_what_the_environment_does_step_by_step(num_envs):
 
 
 def test_a_proxy_for_the_web_is_not_asked(monkeypatch):
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with server() as (address, _), Learner([address]) as learner:
         learner.rollouts(1)
@@ -163,7 +164,7 @@ def test_streams_are_seeded_one_by_one():
 
 def test_a_killed_server_costs_its_unfinished_rollout_and_nothing_else():
     with server(2) as (address, program), Learner([address]) as learner:
-        [pid] = [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
+        [pid] = program.workers()
         rollouts = learner.rollouts(10)
         os.kill(pid, signal.SIGKILL)
         learner.drain()

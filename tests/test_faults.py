@@ -29,6 +29,7 @@ import monobeast
 import polybeast_env
 from tests.programs import (
     ROOT,
+    TIMEOUT_S,
     Program,
     command,
     disk,
@@ -271,6 +272,7 @@ def test_logs_and_notes_that_were_damaged_do_not_hold_up_a_run(trained, module):
         (bytes(200_000), "[]"),
         (b"\xff\xfe" * 2500, '{"earlier_sessions": 5}'),
         (b"%s" + 200_000 * b"x", "null"),
+        (b'%s"1' + 200_000 * b"\n1,2", "[7]"),
     ],
 )
 @both
@@ -289,6 +291,21 @@ def test_nor_do_those_of_which_nothing_is_left(trained, module, logs, notes):
 # Terminals and pipes.
 
 
+@contextlib.contextmanager
+def started(module, savedir, *others, **kwargs):
+    """The program as a subprocess.Popen."""
+    process = subprocess.Popen(
+        command(*args(module, savedir, *others), module=module),
+        cwd=ROOT, start_new_session=True, **kwargs,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 @both
 def test_a_terminal_that_is_closed_ends_a_run_as_a_signal_does(savedir, module):
     ours, its = pty.openpty()
@@ -298,62 +315,64 @@ def test_a_terminal_that_is_closed_ends_a_run_as_a_signal_does(savedir, module):
             while True:
                 os.read(ours, 1000)
 
-    process = subprocess.Popen(
-        command(*args(module, savedir), module=module),
-        cwd=ROOT, stdin=its, stdout=its, stderr=its, start_new_session=True,
+    with started(
+        module, savedir, stdin=its, stdout=its, stderr=its,
+        env={**os.environ, "TERM": "xterm"},
         preexec_fn=lambda: fcntl.ioctl(its, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
-    os.close(its)
-    threading.Thread(target=read, daemon=True).start()
-    wait_for_steps(savedir, 400)
-    os.close(ours)
-    assert process.wait(60) == 128 + signal.SIGHUP
+    ) as process:  # fmt: skip
+        os.close(its)
+        threading.Thread(target=read, daemon=True).start()
+        wait_for_steps(savedir, 400)
+        os.close(ours)
+        for _ in range(3):  # The shell sends one, the system another.
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.1)
+        # After the run has ended it is the system that ends it.
+        assert process.wait(TIMEOUT_S) in (128 + signal.SIGHUP, -signal.SIGHUP)
     assert load(savedir)["step"] > 0
     assert "stopped by SIGHUP" in (savedir / "x" / "out.log").read_text()
 
 
 @both
 def test_nohup_lets_a_run_go_on(savedir, module):
-    process = subprocess.Popen(
-        command(*args(module, savedir), module=module),
-        cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True,
+    with started(
+        module, savedir, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )  # fmt: skip
-    wait_for_steps(savedir, 400)
-    os.killpg(process.pid, signal.SIGHUP)
-    wait_for_steps(savedir, 4000)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    ) as process:  # fmt: skip
+        wait_for_steps(savedir, 400)
+        os.killpg(process.pid, signal.SIGHUP)
+        wait_for_steps(savedir, 4000)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 
 
 @both
-def test_two_signals_end_a_run_whose_output_nobody_reads(savedir, module):
+def test_signals_end_a_run_whose_output_nobody_reads(savedir, module):
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        command(*args(module, savedir), module=module),
-        cwd=ROOT, stderr=writer, start_new_session=True,
-    )  # fmt: skip
-    wait_for_steps(savedir, 400)
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(1000))
-    os.set_blocking(writer, True)
-    time.sleep(6)  # By then it has something to say.
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(1)
-    assert process.wait(30) == 128 + signal.SIGTERM
-    os.close(reader)
-    os.close(writer)
+    with started(module, savedir, stderr=writer) as process:
+        wait_for_steps(savedir, 400)
+        fill = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(fill, b" ")
+        time.sleep(6)  # By then it has something to say.
+        deadline = time.monotonic() + TIMEOUT_S
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            process.send_signal(signal.SIGTERM)
+            time.sleep(1)
+        assert process.returncode == 128 + signal.SIGTERM
+    for end in (reader, writer, fill):
+        os.close(end)
 
 
 @both
 def test_a_run_without_input_and_output_trains(savedir, module):
     shell = shlex.join(command(*args(module, savedir, steps=400), module=module))
     shell = ["sh", "-c", f"exec {shell} <&- >&- 2>&-"]
-    assert subprocess.run(shell, cwd=ROOT, timeout=300).returncode == 0
+    assert subprocess.run(shell, cwd=ROOT, timeout=TIMEOUT_S).returncode == 0
     assert load(savedir)["step"] == 400
+    assert "step 400 of 400" in (savedir / "x" / "out.log").read_text()
 
 
 # Open files and processes.

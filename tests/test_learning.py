@@ -7,12 +7,12 @@ import pytest
 
 from tests.programs import ROOT, Program, read_logs, run
 
-# Environment, flags, the return to reach, steps to reach it in: three times as many and
-# more as are needed mostly. It is chance when a run finds out what pays.
+# Environment, flags, the return to reach, steps to reach it in: several times as many
+# as are needed mostly, as it is chance when a run finds out what pays.
 ABILITIES = {
     "catch": ("tests.envs:torchbeast/Catch-v0", [], 0.9, 300_000),
     "memory": ("tests.envs:torchbeast/Memory-v0", ["--use_lstm"], 0.9, 150_000),
-    "cartpole": ("CartPole-v1", [], 400, 500_000),
+    "cartpole": ("CartPole-v1", [], 400, 300_000),  # The README's.
 }
 
 
@@ -34,13 +34,14 @@ def learns(module, args, goal, savedir, cwd=ROOT):
     with Program(*args, module=module, cwd=cwd) as program:
         program.wait_for("results in")
         best = -float("inf")
+        deadline = time.monotonic() + 600
         while program.process.poll() is None and best <= goal:
+            assert time.monotonic() < deadline, f"at most {best}"
             time.sleep(0.5)
             best = max(best, last_return(savedir / "x"))
         program.signal(signal.SIGTERM)
         code = program.end()
     assert best > goal, f"exit code {code}, at most {best}:\n{program.output}"
-    assert code in (0, 128 + signal.SIGTERM)
 
 
 def last_return(directory):

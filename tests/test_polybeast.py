@@ -1,5 +1,6 @@
 """PolyBeast: its functions, and the real program with real servers."""
 
+import contextlib
 import math
 import os
 import re
@@ -20,7 +21,7 @@ import polybeast
 import polybeast_env
 from command_line import SIGNALS
 from environment import map_structure
-from experiment import STAGES, load_checkpoint
+from experiment import STAGES, Stop, load_checkpoint
 from libtorchbeast import AsyncError, ClosedBatchingQueue, DynamicBatcher
 from tests.programs import Program, read_logs, run
 from tests.test_polybeast_env import COUNTER, free_port, servers
@@ -211,13 +212,13 @@ def test_what_makes_the_network_overflow_costs_a_stream_and_bad_weights_the_run(
     device = torch.device("cpu")
     weights = learner.PublishedWeights(net, device)
     batcher = DynamicBatcher(1)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, contextlib.closing(batcher):
         serving = pool.submit(polybeast.inference, batcher, net, weights, device)
         step = map_structure(lambda x: np.asarray(x)[None], env.initial(seed=0))
         step["observation"] = np.full_like(step["observation"], 3e38)
         asked = pool.submit(batcher.compute, (step, net.initial_state(1)))
         if math.isnan(weight):
-            with pytest.raises(ValueError, match="policy_logits are not finite"):
+            with pytest.raises(Stop, match="policy_logits are not finite"):
                 serving.result(10)
             batcher.close()
             with pytest.raises((AsyncError, ClosedBatchingQueue)):
@@ -238,8 +239,8 @@ def test_a_server_is_replaced_when_its_directory_was_tidied_up(tmp_path):
         program.wait_for("step ")
         [directory] = directories() - before
         shutil.rmtree(os.path.join(tempfile.gettempdir(), directory))
-        os.kill(program.workers()[0], signal.SIGKILL)
-        program.wait_for(": connected (reconnects")
+        for _ in range(2):
+            program.wait_for(": connected (reconnects")
         program.signal(signal.SIGINT)
         assert program.end() == 130
     assert directories() == before

@@ -17,7 +17,7 @@ import torchbeast_pb2 as pb
 from command_line import SIGNALS
 from environment import BadInput, Environment, leaves, make
 from tests import fuzz_requests
-from tests.programs import ROOT, Program, children, cmdline, run
+from tests.programs import ROOT, Program, run
 
 COUNTER = "tests.envs:torchbeast/Counter-v0"
 NESTED = "tests.faulty_envs:Nested-v0"
@@ -282,10 +282,6 @@ def test_health_is_told_by_the_standard_protocol(counter):
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def server_processes(program):
-    return [p for p in children(program.process.pid) if "spawn_main" in cmdline(p)]
-
-
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_ends_servers_and_streams(signum, tmp_path):
     address = f"unix:{tmp_path}/socket"
@@ -307,7 +303,7 @@ def test_servers_end_with_their_parent(tmp_path):
 def test_a_killed_server_is_started_again(tmp_path):
     address = f"unix:{tmp_path}/socket"
     with servers("--num_servers", 1, "--address", address) as program:
-        [pid] = server_processes(program)
+        [pid] = program.workers()
         subprocess.run(["kill", "-9", str(pid)], check=True)
         program.wait_for("ended (exit code -9), started again")
         with grpc.insecure_channel(address) as channel:
