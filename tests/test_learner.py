@@ -6,11 +6,15 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from gymnasium import spaces
 from torch import nn
 
+import encoders
 import environment
 import learner
 import polybeast
+from benchmarks.bfloat16 import rounded
 from environment import map_structure
 from learner import PublishedWeights
 
@@ -104,6 +108,57 @@ def test_bfloat16_changes_losses_and_gradients_by_a_few_percent_at_most():
         assert reduced_gradients[name].dtype == torch.float32
         error = (reduced_gradients[name] - gradient).norm() / gradient.norm()
         assert error < 0.1, name
+
+
+def test_rounded_operations_compute_what_bfloat16_does(monkeypatch):
+    _, expected = learn("--precision", "bfloat16")
+    for name in ("conv2d", "linear"):
+        monkeypatch.setattr(F, name, rounded(getattr(F, name)))
+    _, gradients = learn("--precision", "bfloat16")
+    for name, gradient in expected.items():
+        # float32's differ by up to 0.05.
+        assert (gradients[name] - gradient).norm() < 0.01 * gradient.norm(), name
+
+
+IMAGE = Image.observation_space
+NUMBERS = spaces.Box(-1, 1, (4,))
+SMALL_IMAGE = spaces.Box(0, 255, (10, 5, 1), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("space", "precision"),
+    [
+        (IMAGE, "bfloat16"),
+        (spaces.Dict(image=IMAGE, inventory=NUMBERS), "bfloat16"),
+        (spaces.Tuple([NUMBERS, spaces.Tuple([IMAGE])]), "bfloat16"),
+        (NUMBERS, "float32"),
+        (SMALL_IMAGE, "float32"),
+        (spaces.Dict(numbers=NUMBERS, rest=spaces.Discrete(3)), "float32"),
+    ],
+)
+def test_auto_is_bfloat16_for_images_where_all_devices_have_it(
+    space, precision, monkeypatch
+):
+    flags = polybeast.parser().parse_args([])
+    lacking = torch.device("meta")
+    monkeypatch.setattr(encoders, "has_bfloat16", lambda device: device != lacking)
+    for devices, expected in ([CPU], precision), ([CPU, lacking], "float32"):
+        flags.precision = "auto"
+        encoders.choose_precision(flags, space, *devices)
+        assert flags.precision == expected
+        for explicit in ("float32", "bfloat16"):
+            flags.precision = explicit
+            encoders.choose_precision(flags, space, *devices)
+            assert flags.precision == explicit
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu, "get_capabilities"), reason="an older PyTorch does not tell"
+)
+def test_the_cpu_has_bfloat16_if_the_kernel_says_so():
+    words = open("/proc/cpuinfo").read().split()
+    expected = "avx512_bf16" in words or "amx_bf16" in words
+    assert encoders.has_bfloat16(CPU) == expected
 
 
 def test_a_compiled_network_learns_the_same():
