@@ -36,11 +36,10 @@ poly: setup
 
 test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
-	$(python) -m pytest -n 2 $(ARGS)
+	$(python) -m pytest -n 3 --dist worksteal $(ARGS)
 
-# They mostly wait.
 test-faults: setup
-	$(python) -m pytest -n 3 $(ARGS) tests/faults.py
+	$(python) -m pytest -n 3 --dist worksteal $(ARGS) tests/faults.py
 
 lint: setup
 	$(python) -m ruff check .

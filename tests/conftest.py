@@ -6,7 +6,7 @@ import tempfile
 import pytest
 import torch
 
-# Tests run beside each other; threads that wait for each other take the cores from them.
+# Tests run beside each other: threads that wait for threads are in their way.
 torch.set_num_threads(1)
 # Programs have it as by default, if whoever started the tests used nohup.
 signal.signal(signal.SIGHUP, lambda *_: None)

@@ -13,7 +13,8 @@ import pytest
 from tests.programs import ROOT
 
 PRELUDE = """
-import ctypes, threading, time
+import ctypes, sys, threading, time
+sys.modules["torch"] = None  # It would take two seconds to load.
 import numpy as np
 import libtorchbeast
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -260,6 +261,16 @@ def test_a_killed_server_is_replaced_and_training_goes_on(tmp_path):
         program.signal(signal.SIGINT)
         assert program.end() == 130
     assert int(read_logs(tmp_path / "x")[-1]["step"]) > before
+
+
+def test_servers_do_not_load_pytorch(tmp_path):
+    with Program(*SMALL, "--savedir", tmp_path, module="polybeast") as program:
+        program.wait_for("connected")
+        processes = [program.process.pid, *program.workers()]
+        maps = [pathlib.Path(f"/proc/{pid}/maps").read_text() for pid in processes]
+        assert ["libtorch" in text for text in maps] == [True, False, False]
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
 
 
 def test_servers_of_others_are_used_over_tcp(tmp_path):
