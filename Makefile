@@ -34,6 +34,7 @@ pong: $(VENV)/.run
 poly: setup
 	$(python) -m polybeast --env PongNoFrameskip-v4 $(ARGS)
 
+# Three workers, also for two cores: most tests wait now and then.
 test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS)

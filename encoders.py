@@ -37,7 +37,7 @@ def make_encoder(space, deep=False):
 
 
 def is_image(space):
-    """Or a stack of them, that convolutions can halve a few times."""
+    """Whether it is one, or a stack, that convolutions can halve a few times."""
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8:
         return False
     if len(space.shape) != 3:
@@ -52,9 +52,10 @@ def channels_last(space):
 
 def has_images(space):
     """Whether an observation of the space is an image, or holds one."""
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space
-        return any(map(has_images, parts))
+    if isinstance(space, spaces.Dict):
+        return any(map(has_images, space.spaces.values()))
+    if isinstance(space, spaces.Tuple):
+        return any(map(has_images, space.spaces))
     return is_image(space)
 
 
@@ -62,16 +63,19 @@ def has_bfloat16(device):
     """Whether the device itself multiplies bfloat16. (PyTorch does it on any CPU, but
     where it has to emulate it, several times slower than float32.)"""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        nvidia = torch.version.hip is None  # AMD's numbers mean something else.
+        return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
     # Older versions of PyTorch do not tell.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 
-def choose_precision(flags, space, *devices):
-    """Replaces --precision auto by what suits the observations and the devices."""
+def choose_precision(flags, space):
+    """Replaces --precision auto by what suits observations and devices."""
     if flags.precision == "auto":
-        bfloat16 = has_images(space) and all(map(has_bfloat16, devices))
+        devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
+        everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
+        bfloat16 = everywhere and has_images(space)
         flags.precision = "bfloat16" if bfloat16 else "float32"
 
 

@@ -118,7 +118,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--precision", default="auto",
                    choices=("auto", "float32", "bfloat16"),
                    help="of the encoder's arithmetic; the rest is always float32 "
-                   "(default: auto, bfloat16 for images if the hardware has it)")
+                   "(default: auto, bfloat16 in training if observations have images "
+                   "and all devices have it, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network: slower to start")
 

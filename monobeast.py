@@ -373,7 +373,7 @@ def train(flags):
             f"create_env() made {env.num_envs} environments, expected num_envs = "
             f"{flags.envs_per_actor} (--envs_per_actor)"
         )
-    choose_precision(flags, env.observation_space, device, torch.device("cpu"))
+    choose_precision(flags, env.observation_space)
     model = create_net(flags, env)
     specs = rollout_specs(flags, env, model)
     check_limits(flags, specs, model)
@@ -534,7 +534,6 @@ def test(flags):
     path = experiment.run_path(flags)
     flags.seed = experiment.set_seed(flags.seed)
     env = create_env(flags, 1, render_mode)
-    choose_precision(flags, env.observation_space, torch.device("cpu"))
     model = create_net(flags, env).eval()
     checkpoint = experiment.load_checkpoint(path / "model.tar", flags, model)
     print(f"{path / 'model.tar'}: step {checkpoint['step']}")

@@ -314,7 +314,7 @@ def train(flags):
     env = polybeast_env.create_env(flags, 1)  # Only tells what steps look like.
     step = map_structure(torch.tensor, env.initial(0))
     env.close()
-    choose_precision(flags, env.observation_space, device, actor_device)
+    choose_precision(flags, env.observation_space)
     model = create_net(flags, env)
     run = experiment.Run(flags, env.frames_per_step)
     checkpoint = run.open(model)
@@ -510,8 +510,8 @@ REMEDIES = {
     "environment_wait": "environments: more of them together (--envs_per_server), more "
     "servers (--num_servers), or other machines' (--server_addresses)",
     "inference_queue": "inference: --num_inference_threads",
-    "inference": "inference: --actor_device, --precision",
-    "rollout_queue": "learning: --learner_device, --precision, --compile",
+    "inference": "inference: --actor_device",
+    "rollout_queue": "learning: --learner_device, --compile",
     "cores": "the cores of this machine: --server_addresses moves the environments to "
     "other machines, --learner_device and --actor_device the network to a GPU",
 }
@@ -542,7 +542,6 @@ def test(flags):
     path = experiment.run_path(flags)
     flags.seed = experiment.set_seed(flags.seed)
     env = polybeast_env.create_env(flags, 1, render_mode)
-    choose_precision(flags, env.observation_space, torch.device("cpu"))
     model = create_net(flags, env).eval()
     checkpoint = experiment.load_checkpoint(path / "model.tar", flags, model)
     print(f"{path / 'model.tar'}: step {checkpoint['step']}")

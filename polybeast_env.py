@@ -421,16 +421,16 @@ def serve(flags, address, directory, parent):
 def main_module_hidden():
     """multiprocessing does not find it, so processes that are started within do not
     import polybeast, and with it PyTorch: two seconds and 180 MB for each server."""
-    if serve.__module__ == "__main__":  # It is this one, which they do need.
+    if __name__ == "__main__":  # It is this one, which they do need.
         yield
         return
-    main = sys.modules["__main__"]
-    hidden = main.__spec__, getattr(main, "__file__", None)
-    main.__spec__ = main.__file__ = None
+    main = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__spec__", "__file__") if name in main}
+    main["__spec__"] = None
     try:
         yield
     finally:
-        main.__spec__, main.__file__ = hidden
+        main.update(hidden)
 
 
 class Server:

@@ -12,9 +12,12 @@ import pytest
 
 from tests.programs import ROOT
 
-PRELUDE = """
-import ctypes, sys, threading, time
+WITHOUT_TORCH = """
+import sys
 sys.modules["torch"] = None  # It would take two seconds to load.
+"""
+PRELUDE = """
+import ctypes, threading, time
 import numpy as np
 import libtorchbeast
 
@@ -41,9 +44,10 @@ CALLS = {
 every_call = pytest.mark.parametrize("call", CALLS)
 
 
-def start(code):
+def start(code, torch=False):
+    prelude = PRELUDE if torch else WITHOUT_TORCH + PRELUDE
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code],
+        [sys.executable, "-c", prelude + code],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -136,7 +140,8 @@ queue.dequeue_many()
 def test_a_daemon_thread_that_blocks_does_not_disturb_the_end(call):
     setup, block = CALLS[call]
     code, out, err = finish(
-        start(f"""
+        start(
+            f"""
 def blocked():
     {block}
 
@@ -145,7 +150,9 @@ for _ in range(3):
     threading.Thread(target=blocked, daemon=True).start()
 time.sleep(0.2)
 print("end")
-""")
+""",
+            torch=True,
+        )
     )
     assert (code, out, err) == (0, "end\n", "")
 

@@ -1,5 +1,6 @@
 """What both scripts do with a network: gradients in slices, precisions, weights."""
 
+import pathlib
 import threading
 
 import gymnasium
@@ -13,6 +14,7 @@ from torch import nn
 import encoders
 import environment
 import learner
+import monobeast
 import polybeast
 from benchmarks.bfloat16 import rounded
 from environment import map_structure
@@ -23,8 +25,8 @@ T, B = 5, 6
 
 
 class Image(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    action_space = gymnasium.spaces.Discrete(3)
+    observation_space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = spaces.Discrete(3)
 
     def reset(self, *, seed=None, options=None):
         return self.observation_space.sample(), {}
@@ -110,11 +112,34 @@ def test_bfloat16_changes_losses_and_gradients_by_a_few_percent_at_most():
         assert error < 0.1, name
 
 
+def test_slices_in_bfloat16_at_the_same_time_compute_the_same(monkeypatch):
+    args = ["--precision", "bfloat16", "--grad_norm_clipping", "1e9"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    _, whole = learn(*args)
+    monkeypatch.setattr(learner, "SLICE_BYTES", (T + 1) * 4 * 84 * 84)
+    torch.set_num_threads(3)
+    _, sliced = learn(*args)
+    torch.set_num_threads(before)
+    for name in whole:  # Each slice's gradients are rounded.
+        assert (sliced[name] - whole[name]).norm() < 0.03 * whole[name].norm(), name
+
+
 def test_rounded_operations_compute_what_bfloat16_does(monkeypatch):
     _, expected = learn("--precision", "bfloat16")
+    dtypes = set()
+
+    def noting(operation):
+        def compute(x, weight, *args):
+            dtypes.update((x.dtype, weight.dtype))
+            return operation(x, weight, *args)
+
+        return compute
+
     for name in ("conv2d", "linear"):
-        monkeypatch.setattr(F, name, rounded(getattr(F, name)))
+        monkeypatch.setattr(F, name, rounded(noting(getattr(F, name))))
     _, gradients = learn("--precision", "bfloat16")
+    assert dtypes == {torch.float32}
     for name, gradient in expected.items():
         # float32's differ by up to 0.05.
         assert (gradients[name] - gradient).norm() < 0.01 * gradient.norm(), name
@@ -136,27 +161,52 @@ SMALL_IMAGE = spaces.Box(0, 255, (10, 5, 1), np.uint8)
         (spaces.Dict(numbers=NUMBERS, rest=spaces.Discrete(3)), "float32"),
     ],
 )
-def test_auto_is_bfloat16_for_images_where_all_devices_have_it(
+def test_the_default_is_bfloat16_for_images_where_all_devices_have_it(
     space, precision, monkeypatch
 ):
-    flags = polybeast.parser().parse_args([])
-    lacking = torch.device("meta")
-    monkeypatch.setattr(encoders, "has_bfloat16", lambda device: device != lacking)
-    for devices, expected in ([CPU], precision), ([CPU, lacking], "float32"):
-        flags.precision = "auto"
-        encoders.choose_precision(flags, space, *devices)
+    monkeypatch.setattr(encoders, "has_bfloat16", lambda device: device.type == "cuda")
+    for script, args, expected in (
+        (polybeast, [], precision),
+        (polybeast, ["--actor_device", "cpu"], "float32"),
+        (polybeast, ["--learner_device", "cpu"], "float32"),
+        (polybeast, ["--precision", "float32"], "float32"),
+        (polybeast, ["--precision", "bfloat16", "--actor_device", "cpu"], "bfloat16"),
+        (monobeast, [], "float32"),  # Actors are on the CPU.
+    ):
+        flags = script.parser().parse_args(["--learner_device", "cuda", *args])
+        if script is polybeast:
+            flags.actor_device = flags.actor_device or "cuda"
+        encoders.choose_precision(flags, space)
         assert flags.precision == expected
-        for explicit in ("float32", "bfloat16"):
-            flags.precision = explicit
-            encoders.choose_precision(flags, space, *devices)
-            assert flags.precision == explicit
+
+
+@pytest.mark.parametrize(
+    ("device", "capabilities", "expected"),
+    [
+        ("cpu", {"amx_bf16": True}, True),
+        ("cpu", {"avx512_bf16": True, "amx_bf16": False}, True),
+        ("cpu", {"avx512_f": True, "avx512_bf16": False}, False),
+        ("cuda:1", (7, 5), False),
+        ("cuda:1", (8, 0), True),
+        ("cuda:1", (12, 0), True),
+    ],
+)
+def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
+    device, capabilities, expected, monkeypatch
+):
+    for module, name in (
+        (torch.cpu, "get_capabilities"),
+        (torch.cuda, "get_device_capability"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: capabilities, raising=False)
+    assert encoders.has_bfloat16(torch.device(device)) == expected
 
 
 @pytest.mark.skipif(
     not hasattr(torch.cpu, "get_capabilities"), reason="an older PyTorch does not tell"
 )
-def test_the_cpu_has_bfloat16_if_the_kernel_says_so():
-    words = open("/proc/cpuinfo").read().split()
+def test_this_cpu_has_bfloat16_if_the_kernel_says_so():
+    words = pathlib.Path("/proc/cpuinfo").read_text().split()
     expected = "avx512_bf16" in words or "amx_bf16" in words
     assert encoders.has_bfloat16(CPU) == expected
 
