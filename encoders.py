@@ -21,11 +21,9 @@ def make_encoder(space, deep=False):
     if isinstance(space, spaces.Tuple):
         return NestEncoder(dict(enumerate(space.spaces)), deep)
     if isinstance(space, spaces.Box):
-        if len(space.shape) == 3 and space.dtype == np.uint8:
-            channels_last = space.shape[2] < space.shape[0]
-            if min(space.shape[:2] if channels_last else space.shape[1:]) >= 20:
-                layers = deep_layers if deep else shallow_layers
-                return ImageEncoder(space.shape, channels_last, layers)
+        if is_image(space):
+            layers = deep_layers if deep else shallow_layers
+            return ImageEncoder(space.shape, channels_last(space), layers)
         scale = 255 if space.dtype == np.uint8 else 1
         return VectorEncoder(math.prod(space.shape), scale)
     if isinstance(space, spaces.MultiBinary):
@@ -36,6 +34,49 @@ def make_encoder(space, deep=False):
         start = torch.as_tensor(space.start.ravel())
         return OneHotEncoder([int(n) for n in space.nvec.ravel()], start)
     raise ValueError(f"Net has no encoder for observation space {space}")
+
+
+def is_image(space):
+    """Whether it is one, or a stack, that convolutions can halve a few times."""
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8:
+        return False
+    if len(space.shape) != 3:
+        return False
+    return min(space.shape[:2] if channels_last(space) else space.shape[1:]) >= 20
+
+
+def channels_last(space):
+    """Whether an image's shape is [H, W, C], not [C, H, W]."""
+    return space.shape[2] < space.shape[0]
+
+
+def has_images(space):
+    """Whether an observation of the space is an image, or holds one."""
+    if isinstance(space, spaces.Dict):
+        return any(map(has_images, space.spaces.values()))
+    if isinstance(space, spaces.Tuple):
+        return any(map(has_images, space.spaces))
+    return is_image(space)
+
+
+def has_bfloat16(device):
+    """Whether the device itself multiplies bfloat16. (PyTorch does it on any CPU, but
+    where it has to emulate it, several times slower than float32.)"""
+    if device.type == "cuda":
+        nvidia = torch.version.hip is None  # AMD's numbers mean something else.
+        return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    # Older versions of PyTorch do not tell.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
+
+
+def choose_precision(flags, space):
+    """Replaces --precision auto by what suits observations and devices."""
+    if flags.precision == "auto":
+        devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
+        everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
+        bfloat16 = everywhere and has_images(space)
+        flags.precision = "bfloat16" if bfloat16 else "float32"
 
 
 def autocast(bfloat16, device):

@@ -115,9 +115,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--learner_device", metavar="DEVICE",
                    help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
-    g.add_argument("--precision", default="float32", choices=("float32", "bfloat16"),
+    g.add_argument("--precision", default="auto",
+                   choices=("auto", "float32", "bfloat16"),
                    help="of the encoder's arithmetic; the rest is always float32 "
-                   "(default: %(default)s)")
+                   "(default: auto, bfloat16 in training if observations have images "
+                   "and all devices have it, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network: slower to start")
 

@@ -39,7 +39,7 @@ from actors import (
     send,
 )
 from command_line import Parser, keep_freed_memory, log, number, setup_logging
-from encoders import autocast, initialize, make_encoder
+from encoders import autocast, choose_precision, initialize, make_encoder
 from environment import BadInput, map_structure
 from experiment import Stop
 from learner import (
@@ -373,6 +373,7 @@ def train(flags):
             f"create_env() made {env.num_envs} environments, expected num_envs = "
             f"{flags.envs_per_actor} (--envs_per_actor)"
         )
+    choose_precision(flags, env.observation_space)
     model = create_net(flags, env)
     specs = rollout_specs(flags, env, model)
     check_limits(flags, specs, model)
@@ -387,11 +388,12 @@ def train(flags):
     # The episodes of a resumed run are not those of its first session again.
     seed = experiment.derive_seed(flags.seed, run.step)
     log.info(
-        "%s: %d actors of %d environments, learner on %s; results in %s",
+        "%s: %d actors of %d environments, learner on %s, %s; results in %s",
         flags.env,
         flags.num_actors,
         flags.envs_per_actor,
         device,
+        flags.precision,
         run.path,
     )
     exit_code = 0

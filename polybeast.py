@@ -45,7 +45,7 @@ from command_line import (
     number,
     setup_logging,
 )
-from encoders import autocast, initialize, make_encoder
+from encoders import autocast, choose_precision, initialize, make_encoder
 from environment import BadInput, map_structure
 from experiment import Stop
 from learner import (
@@ -314,6 +314,7 @@ def train(flags):
     env = polybeast_env.create_env(flags, 1)  # Only tells what steps look like.
     step = map_structure(torch.tensor, env.initial(0))
     env.close()
+    choose_precision(flags, env.observation_space)
     model = create_net(flags, env)
     run = experiment.Run(flags, env.frames_per_step)
     checkpoint = run.open(model)
@@ -360,11 +361,12 @@ def train(flags):
                 step=step,
             )
             log.info(
-                "%s: %d streams, learner on %s, inference on %s; results in %s",
+                "%s: %d streams, learner on %s, inference on %s, %s; results in %s",
                 flags.env,
                 len(addresses),
                 device,
                 actor_device,
+                flags.precision,
                 run.path,
             )
             run.stage_seconds = lambda: actors.stage_seconds() | learner.stage_seconds
@@ -508,8 +510,8 @@ REMEDIES = {
     "environment_wait": "environments: more of them together (--envs_per_server), more "
     "servers (--num_servers), or other machines' (--server_addresses)",
     "inference_queue": "inference: --num_inference_threads",
-    "inference": "inference: --actor_device, --precision",
-    "rollout_queue": "learning: --learner_device, --precision, --compile",
+    "inference": "inference: --actor_device",
+    "rollout_queue": "learning: --learner_device, --compile",
     "cores": "the cores of this machine: --server_addresses moves the environments to "
     "other machines, --learner_device and --actor_device the network to a GPU",
 }

@@ -95,11 +95,13 @@ def batch_of_steps(program, flags, T, B):
 def inference_stage(program, flags, n):
     import torch
 
+    import encoders
     from environment import map_structure
 
     module = importlib.import_module(program)
     env, step = batch_of_steps(program, flags, 1, n)
     device = torch.device(getattr(flags, "actor_device", "cpu"))
+    encoders.choose_precision(flags, env.observation_space)
     net = module.create_net(flags, env).eval()
     net.to(device, memory_format=torch.channels_last)
     core_state = net.initial_state(n)
@@ -116,12 +118,14 @@ def inference_stage(program, flags, n):
 def update_stage(program, flags):
     import torch
 
+    import encoders
     import learner
 
     module = importlib.import_module(program)
     T, B = flags.unroll_length, flags.batch_size
     env, batch = batch_of_steps(program, flags, T + 1, B)
     device = torch.device(flags.learner_device)
+    encoders.choose_precision(flags, env.observation_space)
     net = module.create_net(flags, env).to(device, memory_format=torch.channels_last)
     if flags.compile:
         net.compile()

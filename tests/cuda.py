@@ -55,7 +55,7 @@ def test_weights_published_while_others_fetch_are_whole():
     "args",
     [
         [],
-        ["--precision", "bfloat16"],
+        ["--precision", "float32"],
         ["--compile"],
         ["--actor_device", "cpu"],
         ["--learner_device", "cpu", "--actor_device", "cuda"],

@@ -1,6 +1,7 @@
 """Environments that test one ability each, small enough to solve in seconds.
 
-    torchbeast/Catch-v0     credit over ten steps, from an image
+    torchbeast/Catch-v0     credit over ten steps, from a board
+    torchbeast/CatchPixels-v0  the same, from an image
     torchbeast/Memory-v0    recurrent state: no network without one beats a return of 0
     torchbeast/Bandit-v0    an action that depends on what is seen, and nothing else
     torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
@@ -49,6 +50,18 @@ class Catch(gymnasium.Env):
         board[self.row, self.column] = 1
         board[-1, self.paddle] = 1
         return board
+
+
+class CatchPixels(Catch):
+    """Catch as an image, uint8 [80, 40, 1]: 8 x 8 pixels of 255 are a 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, (80, 40, 1), np.uint8)
+
+    def _board(self):
+        board = super()._board().astype(np.uint8)
+        return 255 * np.kron(board, np.ones((8, 8), np.uint8))[..., None]
 
 
 class Memory(gymnasium.Env):
@@ -208,7 +221,7 @@ class MockVector(VectorEnv):
         return self.observation, zeros, last, np.zeros_like(last), {}
 
 
-for _name in ("Catch", "Memory", "Bandit", "Counter"):
+for _name in ("Catch", "CatchPixels", "Memory", "Bandit", "Counter"):
     if f"torchbeast/{_name}-v0" not in gymnasium.registry:
         gymnasium.register(
             f"torchbeast/{_name}-v0",

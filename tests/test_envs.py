@@ -12,8 +12,10 @@ from gymnasium.utils.env_checker import check_env
 from environment import Environment, make
 from tests import envs
 
+NAMES = ["Catch", "CatchPixels", "Memory", "Bandit", "Counter", "Mock"]
 
-@pytest.mark.parametrize("name", ["Catch", "Memory", "Bandit", "Counter", "Mock"])
+
+@pytest.mark.parametrize("name", NAMES)
 def test_small_environments_follow_the_api(name):
     env = gymnasium.make(f"torchbeast/{name}-v0")
     assert env.spec.entry_point == f"tests.envs:{name}"
@@ -21,10 +23,11 @@ def test_small_environments_follow_the_api(name):
 
 
 def test_small_environments_are_made_without_pytest_and_registered_twice():
-    program = """
+    program = f"NAMES = {NAMES}"
+    program += """
 import importlib, warnings, gymnasium
 warnings.simplefilter("error")
-for name in ("Catch", "Memory", "Bandit", "Counter", "Mock"):
+for name in NAMES:
     env = gymnasium.make(f"tests.envs:torchbeast/{name}-v0")
     env.reset(seed=0)
     env.step(0)
@@ -50,6 +53,17 @@ def test_ball_of_catch_falls_and_the_paddle_moves():
             np.testing.assert_array_equal(board, expected)
             assert last == (row == 9) and not truncated
             assert reward == (0 if not last else 1 if paddle == column else -1)
+
+
+def test_pixels_of_catch_show_its_board():
+    env, pixels = envs.Catch(), envs.CatchPixels()
+    board, _ = env.reset(seed=1)
+    image, _ = pixels.reset(seed=1)
+    for _ in range(9):
+        assert set(np.unique(image)) == {0, 255}
+        np.testing.assert_array_equal(image[4::8, 4::8, 0] / 255, board)
+        np.testing.assert_array_equal(image[::8, 7::8, 0] / 255, board)
+        board, image = env.step(2)[0], pixels.step(2)[0]
 
 
 def test_catch_can_be_won_from_every_column():

@@ -1,19 +1,20 @@
 """What both scripts do with a network: gradients in slices, precisions, weights."""
 
+import pathlib
 import threading
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
+import encoders
 import environment
 import learner
+import monobeast
 import polybeast
-from benchmarks.bfloat16 import rounded
 from environment import map_structure
 from learner import PublishedWeights
 
@@ -122,24 +123,70 @@ def test_slices_in_bfloat16_at_the_same_time_compute_the_same(monkeypatch):
         assert (sliced[name] - whole[name]).norm() < 0.03 * whole[name].norm(), name
 
 
-def test_rounded_operations_compute_what_bfloat16_does(monkeypatch):
-    _, expected = learn("--precision", "bfloat16")
-    dtypes = set()
+IMAGE = Image.observation_space
+NUMBERS = spaces.Box(-1, 1, (4,))
+SMALL_IMAGE = spaces.Box(0, 255, (10, 5, 1), np.uint8)
 
-    def noting(operation):
-        def compute(x, weight, *args):
-            dtypes.update((x.dtype, weight.dtype))
-            return operation(x, weight, *args)
 
-        return compute
+@pytest.mark.parametrize(
+    ("space", "precision"),
+    [
+        (IMAGE, "bfloat16"),
+        (spaces.Dict(image=IMAGE, inventory=NUMBERS), "bfloat16"),
+        (spaces.Tuple([NUMBERS, spaces.Tuple([IMAGE])]), "bfloat16"),
+        (NUMBERS, "float32"),
+        (SMALL_IMAGE, "float32"),
+        (spaces.Dict(numbers=NUMBERS, rest=spaces.Discrete(3)), "float32"),
+    ],
+)
+def test_the_default_is_bfloat16_for_images_where_all_devices_have_it(
+    space, precision, monkeypatch
+):
+    monkeypatch.setattr(encoders, "has_bfloat16", lambda device: device.type == "cuda")
+    for script, args, expected in (
+        (polybeast, [], precision),
+        (polybeast, ["--actor_device", "cpu"], "float32"),
+        (polybeast, ["--learner_device", "cpu"], "float32"),
+        (polybeast, ["--precision", "float32"], "float32"),
+        (polybeast, ["--precision", "bfloat16", "--actor_device", "cpu"], "bfloat16"),
+        (monobeast, [], "float32"),  # Actors are on the CPU.
+    ):
+        flags = script.parser().parse_args(["--learner_device", "cuda", *args])
+        if script is polybeast:
+            flags.actor_device = flags.actor_device or "cuda"
+        encoders.choose_precision(flags, space)
+        assert flags.precision == expected
 
-    for name in ("conv2d", "linear"):
-        monkeypatch.setattr(F, name, rounded(noting(getattr(F, name))))
-    _, gradients = learn("--precision", "bfloat16")
-    assert dtypes == {torch.float32}
-    for name, gradient in expected.items():
-        # float32's differ by up to 0.05.
-        assert (gradients[name] - gradient).norm() < 0.01 * gradient.norm(), name
+
+@pytest.mark.parametrize(
+    ("device", "capabilities", "expected"),
+    [
+        ("cpu", {"amx_bf16": True}, True),
+        ("cpu", {"avx512_bf16": True, "amx_bf16": False}, True),
+        ("cpu", {"avx512_f": True, "avx512_bf16": False}, False),
+        ("cuda:1", (7, 5), False),
+        ("cuda:1", (8, 0), True),
+        ("cuda:1", (12, 0), True),
+    ],
+)
+def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
+    device, capabilities, expected, monkeypatch
+):
+    for module, name in (
+        (torch.cpu, "get_capabilities"),
+        (torch.cuda, "get_device_capability"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: capabilities, raising=False)
+    assert encoders.has_bfloat16(torch.device(device)) == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu, "get_capabilities"), reason="an older PyTorch does not tell"
+)
+def test_this_cpu_has_bfloat16_if_the_kernel_says_so():
+    words = pathlib.Path("/proc/cpuinfo").read_text().split()
+    expected = "avx512_bf16" in words or "amx_bf16" in words
+    assert encoders.has_bfloat16(CPU) == expected
 
 
 def test_a_compiled_network_learns_the_same():

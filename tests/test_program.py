@@ -64,6 +64,7 @@ def test_run_writes_everything_it_promises(savedir):
     assert (savedir / "latest").resolve() == path.resolve()
     meta = json.loads((path / "meta.json").read_text())
     assert meta["flags"]["seed"] == 7 and meta["flags"]["total_steps"] == 4000
+    assert meta["flags"]["precision"] == "float32"  # By default: there is no image.
     assert meta["versions"]["torch"] == torch.__version__
     assert {"git", "host", "cpu", "gpu", "command", "num_cores"} <= meta.keys()
     rows = read_logs(path)
