@@ -117,11 +117,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
     g.add_argument("--precision", default="auto",
                    choices=("auto", "float32", "bfloat16"),
-                   help="of the encoder's arithmetic; the rest is always float32 "
-                   "(default: auto, bfloat16 in training if observations have images "
+                   help="of what the encoder does with images; the rest is always "
+                   "float32 (default: auto, bfloat16 in training if there are images "
                    "and all devices have it, else float32)")
     g.add_argument("--compile", action="store_true",
-                   help="compile the learner's network: slower to start")
+                   help="compile the learner's network, for GPUs: slower to start")
 
     g = p.add_argument_group("loss")
     g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",

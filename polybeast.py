@@ -511,7 +511,7 @@ REMEDIES = {
     "servers (--num_servers), or other machines' (--server_addresses)",
     "inference_queue": "inference: --num_inference_threads",
     "inference": "inference: --actor_device",
-    "rollout_queue": "learning: --learner_device, --compile",
+    "rollout_queue": "learning: --learner_device",
     "cores": "the cores of this machine: --server_addresses moves the environments to "
     "other machines, --learner_device and --actor_device the network to a GPU",
 }

@@ -32,4 +32,5 @@ class Net(nn.Module):
 if __name__ == "__main__":
     polybeast.Net = Net
     learner.SLICE_BYTES = math.inf  # What this network makes of a batch is small.
-    sys.exit(polybeast.main(["--env", "tests.envs:torchbeast/Mock-v0", *sys.argv[1:]]))
+    args = ["--env", "tests.envs:torchbeast/Mock-v0", "--precision", "float32"]
+    sys.exit(polybeast.main([*args, *sys.argv[1:]]))

@@ -122,6 +122,7 @@ def measure(program, args, seconds):
                 sleep(min(2, seconds))
                 peak_mb = max(peak_mb, sum(mb for _, mb in used().values()))
             after, last = used(), read(path)[-1]
+            flags = json.loads(path.with_name("meta.json").read_text())["flags"]
         finally:
             process.terminate()
             process.wait()
@@ -134,6 +135,7 @@ def measure(program, args, seconds):
         "others_us": 1e6 * sum(seconds.values()) / steps,
         "peak_mb": peak_mb,
         "policy_lag": float(last["policy_lag"]),
+        "precision": flags["precision"],
     }
 
 
@@ -183,11 +185,12 @@ def main():
     runs = {}
     for name in options.runs:
         results = [r[name] for r in rounds]
-        keys = [key for key in results[0] if key != "rates"]
+        keys = results[0].keys() - {"rates", "precision"}
         medians = {key: statistics.median(r[key] for r in results) for key in keys}
         runs[name] = {
-            **{key: round(x, 3) for key, x in medians.items()},
+            **{key: round(x, 3) for key, x in sorted(medians.items())},
             "flags": RUNS[name][1],
+            "precision": results[0]["precision"],
             "rounds": results,
         }
     print("| run | steps/s | limit | share | learner us | others us | peak MB |")

@@ -56,6 +56,7 @@ def test_weights_published_while_others_fetch_are_whole():
     [
         [],
         ["--precision", "float32"],
+        ["--precision", "bfloat16"],
         ["--compile"],
         ["--actor_device", "cpu"],
         ["--learner_device", "cpu", "--actor_device", "cuda"],

@@ -30,6 +30,11 @@ class Image(gymnasium.Env):
         return self.observation_space.sample(), {}
 
 
+IMAGE = Image.observation_space
+NUMBERS = spaces.Box(-1, 1, (4,))
+SMALL_IMAGE = spaces.Box(0, 255, (10, 5, 1), np.uint8)
+
+
 def learn(*args, prepare=lambda net: None, device="cpu"):
     """(statistics, gradients) of one update on random rollouts."""
     flags = polybeast.parser().parse_args(["--net", "shallow", *args])
@@ -110,6 +115,22 @@ def test_bfloat16_changes_losses_and_gradients_by_a_few_percent_at_most():
         assert error < 0.1, name
 
 
+def test_numbers_beside_an_image_are_not_rounded():
+    space = spaces.Dict(image=IMAGE, numbers=NUMBERS)
+    encoder = encoders.make_encoder(space)
+    step = {
+        "image": torch.zeros(2, *IMAGE.shape, dtype=torch.uint8),
+        "numbers": torch.tensor([[1001.0] * 4, [1003.0] * 4]),
+    }
+    expected = encoder(step)
+    with encoders.autocast(True, CPU):
+        got = encoder(step).float()
+    image, numbers = slice(None, 256), slice(256, None)
+    assert not torch.equal(got[:, image], expected[:, image])  # bfloat16.
+    assert torch.equal(got[:, numbers], expected[:, numbers])
+    assert not torch.equal(got[0, numbers], got[1, numbers])
+
+
 def test_slices_in_bfloat16_at_the_same_time_compute_the_same(monkeypatch):
     args = ["--precision", "bfloat16", "--grad_norm_clipping", "1e9"]
     before = torch.get_num_threads()
@@ -121,11 +142,6 @@ def test_slices_in_bfloat16_at_the_same_time_compute_the_same(monkeypatch):
     torch.set_num_threads(before)
     for name in whole:  # Each slice's gradients are rounded.
         assert (sliced[name] - whole[name]).norm() < 0.03 * whole[name].norm(), name
-
-
-IMAGE = Image.observation_space
-NUMBERS = spaces.Box(-1, 1, (4,))
-SMALL_IMAGE = spaces.Box(0, 255, (10, 5, 1), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +188,21 @@ def test_the_default_is_bfloat16_for_images_where_all_devices_have_it(
 def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
     device, capabilities, expected, monkeypatch
 ):
-    for module, name in (
-        (torch.cpu, "get_capabilities"),
-        (torch.cuda, "get_device_capability"),
-    ):
-        monkeypatch.setattr(module, name, lambda *_: capabilities, raising=False)
-    assert encoders.has_bfloat16(torch.device(device)) == expected
+    device = torch.device(device)
+
+    def capability(asked):
+        assert asked == device
+        return capabilities
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: capabilities, raising=False
+    )
+    assert encoders.has_bfloat16(device) == expected
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not encoders.has_bfloat16(device)  # AMD's, and an older PyTorch's.
 
 
 @pytest.mark.skipif(

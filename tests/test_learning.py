@@ -27,6 +27,12 @@ def test_learns(ability, mode, tmp_path):
     learns(module, args, goal, tmp_path)
 
 
+def test_learns_from_an_image(tmp_path):
+    env = "tests.envs:torchbeast/CatchPixels-v0"
+    args = ["--env", env, "--total_steps", 300_000, "--seed", 1]
+    learns("monobeast", args, 0.9, tmp_path)
+
+
 def learns(module, args, goal, savedir, cwd=ROOT):
     """Runs the program until the mean return of 100 episodes in a row is above goal.
     Asserts that it comes to that."""

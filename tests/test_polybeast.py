@@ -1,6 +1,7 @@
 """PolyBeast: its functions, and the real program with real servers."""
 
 import contextlib
+import json
 import math
 import os
 import pathlib
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import encoders
 import environment
 import learner
 import monobeast
@@ -28,6 +30,7 @@ from tests.programs import Program, read_logs, run
 from tests.test_polybeast_env import COUNTER, free_port, servers
 
 CARTPOLE = ["--env", "CartPole-v1"]
+PIXELS = ["--env", "tests.envs:torchbeast/CatchPixels-v0"]
 SMALL = [*CARTPOLE, "--num_servers", 2, "--envs_per_server", 2]
 
 
@@ -135,10 +138,22 @@ def test_either_script_tests_the_checkpoint(trained, module):
     assert "step 4000" in result.stdout and "2 episodes: mean return" in result.stdout
 
 
+@pytest.mark.parametrize("module", ["polybeast", "monobeast"])
+def test_images_are_trained_on_in_bfloat16_where_the_cpu_has_it(module, tmp_path):
+    result = run(*PIXELS, "--savedir", tmp_path, "--total_steps", 1000, "--xpid", "x",
+                 "--learner_device", "cpu", module=module)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    cpu = torch.device("cpu")
+    expected = "bfloat16" if encoders.has_bfloat16(cpu) else "float32"
+    meta = json.loads((tmp_path / "x" / "meta.json").read_text())
+    assert meta["flags"]["precision"] == expected
+    assert f"{expected}; results in" in result.stderr
+
+
 def test_a_compiled_network_in_bfloat16_trains(tmp_path):
-    args = ["--compile", "--precision", "bfloat16", "--savedir", tmp_path]
-    result = run(*SMALL, *args, "--total_steps", 1000, "--xpid", "x",
-                 module="polybeast")  # fmt: skip
+    args = ["--net", "shallow", "--compile", "--precision", "bfloat16"]
+    result = run(*PIXELS, *args, "--savedir", tmp_path, "--total_steps", 1000,
+                 "--xpid", "x", module="polybeast")  # fmt: skip
     assert result.returncode == 0, result.stderr
     losses = [float(row["total_loss"]) for row in read_logs(tmp_path / "x")]
     assert losses and np.isfinite(losses).all()
