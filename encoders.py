@@ -60,14 +60,14 @@ def has_images(space):
 
 
 def has_bfloat16(device):
-    """Whether the device itself multiplies bfloat16. (PyTorch does it on any CPU, but
-    where it has to emulate it, several times slower than float32.)"""
+    """Whether the device itself multiplies matrices of bfloat16. (PyTorch does it on any
+    CPU, but without AMX slower than in float32, with AVX512-BF16, too.)"""
     if device.type == "cuda":
         nvidia = torch.version.hip is None  # AMD's numbers mean something else.
         return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
     # Older versions of PyTorch do not tell.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
+    return bool(capabilities.get("amx_bf16"))
 
 
 def choose_precision(flags, space):

@@ -178,8 +178,8 @@ def test_the_default_is_bfloat16_for_images_where_all_devices_have_it(
     ("device", "capabilities", "expected"),
     [
         ("cpu", {"amx_bf16": True}, True),
-        ("cpu", {"avx512_bf16": True, "amx_bf16": False}, True),
-        ("cpu", {"avx512_f": True, "avx512_bf16": False}, False),
+        ("cpu", {"avx512_bf16": True, "amx_bf16": False}, False),
+        ("cpu", {"avx512_f": True}, False),
         ("cuda:1", (7, 5), False),
         ("cuda:1", (8, 0), True),
         ("cuda:1", (12, 0), True),
@@ -210,8 +210,7 @@ def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
 )
 def test_this_cpu_has_bfloat16_if_the_kernel_says_so():
     words = pathlib.Path("/proc/cpuinfo").read_text().split()
-    expected = "avx512_bf16" in words or "amx_bf16" in words
-    assert encoders.has_bfloat16(CPU) == expected
+    assert encoders.has_bfloat16(CPU) == ("amx_bf16" in words)
 
 
 def test_a_compiled_network_learns_the_same():
