@@ -60,8 +60,8 @@ def has_images(space):
 
 
 def has_bfloat16(device):
-    """Whether the device itself multiplies matrices of bfloat16. (PyTorch does it on any
-    CPU, but without AMX slower than in float32, with AVX512-BF16, too.)"""
+    """Whether the device is faster in bfloat16. (PyTorch computes in it on any CPU, but
+    without AMX slower than in float32, even with AVX512-BF16.)"""
     if device.type == "cuda":
         nvidia = torch.version.hip is None  # AMD's numbers mean something else.
         return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
