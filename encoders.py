@@ -86,6 +86,13 @@ def autocast(bfloat16, device):
     return torch.autocast(device.type, torch.bfloat16)
 
 
+def no_autocast(device):
+    """A context in which arithmetic is float32, whatever context it is in."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def initialize(module, gain=2**0.5):
     """Orthogonal weights, zero biases: PyTorch's own let the signal fade from layer to
     layer, and values were learned late."""
@@ -183,7 +190,7 @@ class VectorEncoder(nn.Module):
         )
 
     def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             return 10 * self.layers(x.reshape(len(x), -1).float() / self.scale)
 
 
