@@ -13,17 +13,18 @@ from gymnasium import spaces
 from torch import nn
 
 
-def make_encoder(space, deep=False):
-    """A module that turns observations of the space [N, ...] into [N, out_features].
-    deep: images by the deep network of the IMPALA paper, not the shallow one."""
+def make_encoder(space, deep=False, bfloat16=False):
+    """A module that turns observations of the space [N, ...] into [N, out_features],
+    float32. deep: images by the deep network of the IMPALA paper, not the shallow one;
+    bfloat16: in this precision. (Not of numbers: 1,001 and 1,003 would be one.)"""
     if isinstance(space, spaces.Dict):
-        return NestEncoder(space.spaces, deep)
+        return NestEncoder(space.spaces, deep, bfloat16)
     if isinstance(space, spaces.Tuple):
-        return NestEncoder(dict(enumerate(space.spaces)), deep)
+        return NestEncoder(dict(enumerate(space.spaces)), deep, bfloat16)
     if isinstance(space, spaces.Box):
         if is_image(space):
             layers = deep_layers if deep else shallow_layers
-            return ImageEncoder(space.shape, channels_last(space), layers)
+            return ImageEncoder(space.shape, channels_last(space), layers, bfloat16)
         scale = 255 if space.dtype == np.uint8 else 1
         return VectorEncoder(math.prod(space.shape), scale)
     if isinstance(space, spaces.MultiBinary):
@@ -61,7 +62,7 @@ def has_images(space):
 
 def has_bfloat16(device):
     """Whether the device is faster in bfloat16. (PyTorch computes in it on any CPU, but
-    without AMX slower than in float32, even with AVX512-BF16.)"""
+    without AMX it was slower than in float32, even with AVX512-BF16.)"""
     if device.type == "cuda":
         nvidia = torch.version.hip is None  # AMD's numbers mean something else.
         return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -84,13 +85,6 @@ def autocast(bfloat16, device):
     if not bfloat16:
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
-
-
-def no_autocast(device):
-    """A context in which arithmetic is float32, whatever context it is in."""
-    if not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def initialize(module, gain=2**0.5):
@@ -146,8 +140,11 @@ class ResidualBlock(nn.Module):
 class ImageEncoder(nn.Module):
     """uint8 [N, C, H, W] (or [N, H, W, C]): the IMPALA paper's convolutions."""
 
-    def __init__(self, shape, channels_last=False, layers=shallow_layers):
+    def __init__(
+        self, shape, channels_last=False, layers=shallow_layers, bfloat16=False
+    ):
         super().__init__()
+        self.bfloat16 = bfloat16
         self.channels_last = channels_last
         self.layers = layers(shape[2] if channels_last else shape[0])
         with torch.no_grad():
@@ -168,7 +165,8 @@ class ImageEncoder(nn.Module):
         return self.layers(x.float().mul_(1 / 64).sub_(2))
 
     def forward(self, x):
-        return F.relu(self.fc(self._convolve(x)))
+        with autocast(self.bfloat16, x.device):
+            return F.relu(self.fc(self._convolve(x))).float()
 
 
 class VectorEncoder(nn.Module):
@@ -177,8 +175,6 @@ class VectorEncoder(nn.Module):
     Its outputs are of order 10, so that the heads, whose weights move by about the
     learning rate an update, soon reach returns of order 100. (CartPole: without it the
     value was still 30 off after 2,000 updates, and the policy stood still.)
-
-    Always float32: in bfloat16 1,001 and 1,003 are one number.
     """
 
     def __init__(self, in_features, scale=1):
@@ -190,8 +186,7 @@ class VectorEncoder(nn.Module):
         )
 
     def forward(self, x):
-        with no_autocast(x.device):
-            return 10 * self.layers(x.reshape(len(x), -1).float() / self.scale)
+        return 10 * self.layers(x.reshape(len(x), -1).float() / self.scale)
 
 
 class OneHotEncoder(nn.Module):
@@ -214,11 +209,11 @@ class OneHotEncoder(nn.Module):
 class NestEncoder(nn.Module):
     """A dict or tuple of observations: each encoded, and concatenated."""
 
-    def __init__(self, parts, deep=False):
+    def __init__(self, parts, deep=False, bfloat16=False):
         super().__init__()
         self.keys = list(parts)
         self.encoders = nn.ModuleList(
-            [make_encoder(space, deep) for space in parts.values()]
+            [make_encoder(space, deep, bfloat16) for space in parts.values()]
         )
         self.out_features = sum(e.out_features for e in self.encoders)
 

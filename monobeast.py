@@ -39,7 +39,7 @@ from actors import (
     send,
 )
 from command_line import Parser, keep_freed_memory, log, number, setup_logging
-from encoders import autocast, choose_precision, initialize, make_encoder
+from encoders import choose_precision, initialize, make_encoder
 from environment import BadInput, map_structure
 from experiment import Stop
 from learner import (
@@ -120,8 +120,8 @@ class Net(nn.Module):
     forward(step, core_state) takes a dict of tensors [T, B, ...] (environment.py) and
     returns (outputs, core_state): outputs["policy_logits"] [T, B, A], or [T, B, D, A]
     if an action is D numbers, and outputs["baseline"] [T, B], both float32. core_state
-    is a tuple of tensors [1, B, hidden], () without --use_lstm. bfloat16 is about the
-    encoder's arithmetic.
+    is a tuple of tensors [1, B, hidden], () without --use_lstm. bfloat16 is about
+    images.
     """
 
     def __init__(
@@ -135,8 +135,7 @@ class Net(nn.Module):
         super().__init__()
         self.num_actions = num_actions
         self.action_shape = action_shape
-        self.bfloat16 = bfloat16
-        self.encoder = make_encoder(observation_space)
+        self.encoder = make_encoder(observation_space, bfloat16=bfloat16)
         # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
         core_size = self.encoder.out_features + sum(num_actions) + 1
         self.core = None
@@ -161,8 +160,7 @@ class Net(nn.Module):
     def forward(self, step, core_state=()):
         T, B = step["reward"].shape
         observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
-        with autocast(self.bfloat16, step["reward"].device):
-            x = self.encoder(observation).float()
+        x = self.encoder(observation)
         last_action = step["last_action"].reshape(T * B, -1)  # [T * B, D]
         x = torch.cat(
             [x]

@@ -185,10 +185,10 @@ def main():
     runs = {}
     for name in options.runs:
         results = [r[name] for r in rounds]
-        keys = results[0].keys() - {"rates", "precision"}
+        keys = [key for key in results[0] if key not in ("rates", "precision")]
         medians = {key: statistics.median(r[key] for r in results) for key in keys}
         runs[name] = {
-            **{key: round(x, 3) for key, x in sorted(medians.items())},
+            **{key: round(x, 3) for key, x in medians.items()},
             "flags": RUNS[name][1],
             "precision": results[0]["precision"],
             "rounds": results,

@@ -1,7 +1,7 @@
 """Environments that test one ability each, small enough to solve in seconds.
 
     torchbeast/Catch-v0     credit over ten steps, from a board
-    torchbeast/CatchPixels-v0  the same, from an image
+    torchbeast/CatchPixels-v0   the same, from an image
     torchbeast/Memory-v0    recurrent state: no network without one beats a return of 0
     torchbeast/Bandit-v0    an action that depends on what is seen, and nothing else
     torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
