@@ -10,13 +10,14 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong poly test test-faults csrc-test proto fuzz wheel lint format bench \
-	gpu-bundle clean
+.PHONY: help setup pong poly test test-slow test-faults csrc-test csrc-test-slow proto fuzz \
+	wheel lint format bench gpu-bundle clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make poly    the same with PolyBeast"
-	@echo "make test    all tests (ARGS=\"-k name\")"
+	@echo "make test    style, units, C++ and programs, within eight minutes (ARGS=\"-k name\")"
+	@echo "make test-slow    what takes longer: learning, the wheel, the other sanitizers"
 	@echo "make test-faults  programs that are killed, stopped and starved"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
@@ -39,6 +40,9 @@ test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS)
 
+test-slow: csrc-test-slow
+	$(python) -m pytest -n 3 --dist worksteal -m slow $(ARGS)
+
 test-faults: setup
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS) tests/faults.py
 
@@ -52,16 +56,17 @@ format: setup
 	$(python) -m ruff format .
 	$(VENV)/bin/clang-format -i $(cpp_files)
 
-# The C++ tests in three builds: as it is, and with the sanitizers of threads and memory.
-csrc-test: setup
-	@$(MAKE) --no-print-directory -j 2 $(builds:%=build/csrc/%/tests)
-	@for build in $(builds); do \
-		echo "C++ tests, $$build"; build/csrc/$$build/tests --minimal || exit 1; \
-	done
+# The C++ tests, with the sanitizers of memory; and as it is, and with that of threads.
+csrc-test: csrc-test-address
+csrc-test-slow: csrc-test-plain csrc-test-thread
+csrc-test-%: setup
+	@$(MAKE) --no-print-directory -j 2 build/csrc/$*/tests
+	@echo "C++ tests, $*"
+	@build/csrc/$*/tests --minimal
 
-# torchbeast_pb2.py, which is committed: environment servers need no compiler.
+# torchbeast/torchbeast_pb2.py, which is committed: server hosts need no compiler.
 proto: $(VENV)/.system
-	protoc -Icsrc --python_out=. csrc/torchbeast.proto
+	protoc -Icsrc --python_out=torchbeast csrc/torchbeast.proto
 
 # What servers answer, then what learners ask. Found inputs go on from run to run.
 fuzz: setup build/csrc/fuzz/fuzz_stream
@@ -148,7 +153,7 @@ $(VENV)/.system: $(VENV)/.python
 builds := plain thread address
 plain_flags := -O2
 thread_flags := -O1 -g -fsanitize=thread
-address_flags := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+address_flags := -O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all
 CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc \
 	-MMD -MP
 test_objects := $(patsubst tests/csrc/%.cc,%.o,$(wildcard tests/csrc/test_*.cc)) main.o \

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
-from environment import BadInput
+from torchbeast.environment import BadInput
 
 try:
     import ale_py
@@ -34,12 +34,12 @@ MAX_FRAMES = 108_000  # Half an hour of play: the episode is truncated.
 
 
 def _name(env_id):
-    """Without Gymnasium's "module:", as in ale_py:PongNoFrameskip-v4."""
+    """Returns the id without Gymnasium's "module:", as in ale_py:PongNoFrameskip-v4."""
     return env_id.rpartition(":")[2]
 
 
 def is_atari(env_id: str) -> bool:
-    """Whether env_id is an Atari game on pixels. Raises BadInput for one of
+    """Tells whether env_id is an Atari game on pixels. Raises BadInput for one of
     Gymnasium's Atari ids when ale-py is not installed."""
     spec = gymnasium.registry.get(_name(env_id))
     if spec is None:
@@ -64,7 +64,8 @@ def make_vector(
     noop_max: int = NOOP_MAX,
     num_threads: int = 1,
 ) -> VectorEnv:
-    """num_envs games stepped by ale-py in C++, on num_threads threads of its own."""
+    """Makes num_envs games that ale-py steps in C++, on num_threads threads of its
+    own."""
     kwargs = gymnasium.spec(_name(env_id)).kwargs
     env = ale_py.AtariVectorEnv(
         kwargs["game"],
@@ -91,7 +92,7 @@ def make_single(
     noop_max: int = NOOP_MAX,
     render_mode: str | None = None,
 ) -> VectorEnv:
-    """One game, of Python wrappers, as a vector of one."""
+    """Makes one game of Python wrappers, as a vector of one."""
     kwargs = gymnasium.spec(_name(env_id)).kwargs
     env = gymnasium.make(
         _name(env_id),
@@ -119,7 +120,7 @@ def _sticky(kwargs, sticky_actions):
 
 
 class StartOfGame(gymnasium.Wrapper):
-    """FIRE, then a random number of no-ops. Steps single frames."""
+    """Presses FIRE, then makes a random number of no-ops. Steps single frames."""
 
     def __init__(self, env, noop_max):
         super().__init__(env)

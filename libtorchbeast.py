@@ -28,8 +28,8 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         f"libtorchbeast's C++ part is not built ({error}). In the repository, type "
-        "`make setup`; elsewhere install gRPC's C++ files, as README.md says, and type "
-        "`pip install -e .`"
+        "`make setup`; elsewhere install gRPC's C++ files, as docs/cpp.md says, and "
+        "type `pip install -e .`"
     ) from error
 
 __all__ = [

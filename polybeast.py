@@ -4,13 +4,14 @@
     python -m polybeast --server_addresses localhost:50051,localhost:50052
     python -m polybeast --server_addresses @hosts.txt
 
-Read it top to bottom: flags, Net, inference(), learn(), train(), test(). Environments
-are in polybeast_env.py.
+Read it top to bottom. First the agent: parser(), Net, Agent. It knows nothing of
+processes and queues, and every program runs it. Then the program: its flags,
+inference(), learning(), train(). Environments are in polybeast_env.py.
 
 Environment servers, here or on other hosts, step environments. In this process actors
 (threads in C++, one for each stream to a server) ask for actions and assemble rollouts;
-an inference thread evaluates the network for all of them in batches; a learner thread
-updates the weights, which the inference takes for its next batch (TorchBeast, arXiv
+inference threads evaluate the network for all of them in batches; learner threads
+update the weights, which the inference takes for its next batch (TorchBeast, arXiv
 1910.03552, section 5.2).
 
 T is the unroll length, B the batch size, A the number of actions, E the number of
@@ -19,9 +20,8 @@ rollout before it. Its actions are those taken on steps 0 to T - 1.
 """
 
 import argparse
-import contextlib
+import math
 import os
-import signal
 import sys
 import threading
 
@@ -29,123 +29,97 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import encoders
-import experiment
-import files
-import play
 import polybeast_env
-import streams
-import tls
 import vtrace
-from command_line import (
+from torchbeast import devices, play, rollouts, seeds, streams, tls
+from torchbeast.checkpoint import load_weights
+from torchbeast.encoders import ResidualBlock, initialize, make_encoder
+from torchbeast.environment import BadInput, choices, map_structure
+from torchbeast.flags import (
     Parser,
-    allow_open_files,
-    keep_freed_memory,
-    log,
+    agent_parser,
+    make_agent,
     number,
-    setup_logging,
+    run_parser,
+    run_program,
 )
-from encoders import choose_precision, initialize, make_encoder
-from environment import BadInput, map_structure
-from experiment import Stop
-from learner import (
-    Learner,
-    PublishedWeights,
-    choose_action,
-    end_early,
-    ended_episodes,
-    own_stream,
-    set_gradients,
-    to_device,
-    to_host,
-)
+from torchbeast.gradients import set_gradients
+from torchbeast.learner import Learner, PublishedWeights
+from torchbeast.machine import num_cores
+from torchbeast.process import Stop, allow_open_files, log
+from torchbeast.run import Run
+from torchbeast.servers import Servers
+from torchbeast.streams import set_defaults
+from torchbeast.threads import Threads
 
-# Flags.
+# The agent.
 
 
 def parser():
-    p = Parser(
-        prog="polybeast",
-        description="IMPALA with V-trace and environment servers.",
-        parents=[experiment.parser(), tls.parser()],
-    )
+    """Returns the agent's flags, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
     # fmt: off
-    g = p.add_argument_group("environment servers")
-    g.add_argument("--server_addresses", metavar="HOST:PORT,...",
-                   help="of running servers (python -m polybeast_env), or unix:PATH; "
-                   "one stream each; @FILE: one a line, read again when it changes "
-                   "(default: starts servers of its own)")
-    g.add_argument("--num_servers", type=number(int, 1), metavar="N",
-                   help="servers of its own (default: one per core)")
-    g.add_argument("--envs_per_server", type=number(int, 1), metavar="E",
-                   help="environments of each (default: 32 in all)")
-    g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
-                   default=60, metavar="S",
-                   help="without any server (default: %(default)s)")
-
     g = p.add_argument_group("network")
     g.add_argument("--net", default="deep", choices=("deep", "shallow"),
-                   help="for images; shallow is MonoBeast's (default: %(default)s)")
-    g.add_argument("--actor_device", metavar="DEVICE",
-                   help="of the inference (default: the learner's)")
-    g.add_argument("--num_inference_threads", type=number(int, 1), metavar="N",
-                   help="one prepares a batch while another is evaluated "
-                   "(default: 2 with a GPU, else 1)")
+                   help="network for images (default: %(default)s)")
+    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+
+    g = p.add_argument_group("loss")
+    g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",
+                   help="weight of the entropy loss (default: %(default)s)")
+    g.add_argument("--baseline_cost", type=number(float, 0), default=0.5, metavar="X",
+                   help="weight of the value loss (default: %(default)s)")
+    g.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
+                   metavar="GAMMA", help="discount of a step (default: %(default)s)")
+    g.add_argument("--reward_clipping", default="abs_one", choices=("abs_one", "none"),
+                   help="clip the rewards that are learned from, never those that are "
+                   "reported (default: %(default)s)")
+    g.add_argument("--loss_reduction", default="sum", choices=vtrace.REDUCTIONS,
+                   help="reduction over T and B (default: %(default)s)")
+
+    g = p.add_argument_group("optimizer (RMSProp)")
+    g.add_argument("--learning_rate", type=number(float, above=0), default=2.5e-4,
+                   metavar="X", help="learning rate, which falls linearly to 0 at "
+                   "--total_steps (default: %(default)s)")
+    g.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,
+                   metavar="X", help="smoothing constant (default: %(default)s)")
+    g.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
+                   help="momentum (default: %(default)s)")
+    g.add_argument("--epsilon", type=number(float, above=0), default=1e-5, metavar="X",
+                   help="term added to the denominator (default: %(default)s)")
+    g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
+                   metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
     return p
 
 
-def set_defaults(flags):
-    """Fills in the flags whose defaults depend on the machine or on other flags."""
-    if flags.num_servers is None:
-        flags.num_servers = experiment.num_cores()
-    if flags.envs_per_server is None:
-        flags.envs_per_server = max(1, 32 // flags.num_servers)
-    experiment.set_defaults(flags)
-    if flags.actor_device is None:
-        flags.actor_device = flags.learner_device
-    if flags.num_inference_threads is None:
-        flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
-
-
-# The network.
-
-
 class Net(nn.Module):
-    """The agent's network. To use another one, edit this class.
+    """An encoder, an LSTM if one is wanted, and two heads. To use another network, edit
+    this class, or Agent.make_encoder().
 
-    forward(step, core_state) takes a dict of tensors [T, B, ...] (environment.py) and
-    returns (outputs, core_state): outputs["policy_logits"] [T, B, A], or [T, B, D, A]
-    if an action is D numbers, and outputs["baseline"] [T, B], both float32. core_state
-    is a tuple of tensors [1, B, hidden], () without --use_lstm. deep and bfloat16 are
-    about images.
+    forward(step, core_state) takes a dict of tensors [T, B, ...] (torchbeast/
+    environment.py lists the fields of a step) and returns (outputs, core_state):
+    outputs["policy_logits"] [T, B, A], or [T, B, D, A] if an action is D numbers, and
+    outputs["baseline"] [T, B], both float32. core_state is a tuple of tensors
+    [1, B, hidden], () without an LSTM.
+
+    encoder: a module, observations [N, ...] -> [N, encoder.out_features].
     """
 
-    def __init__(
-        self,
-        observation_space,
-        num_actions,
-        action_shape,
-        use_lstm=False,
-        deep=True,
-        bfloat16=False,
-    ):
+    def __init__(self, encoder, action_space, use_lstm=False):
         super().__init__()
-        self.num_actions = num_actions
-        self.action_shape = action_shape
-        self.encoder = make_encoder(observation_space, deep, bfloat16)
+        self.num_actions, self.action_shape, _ = choices(action_space)
+        self.encoder = encoder
         # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
-        core_size = self.encoder.out_features + sum(num_actions) + 1
+        core_size = encoder.out_features + sum(self.num_actions) + 1
         self.core = None
         if use_lstm:
             self.core = nn.LSTMCell(core_size, 256)
             core_size = 256
-        self.policy = nn.Linear(core_size, sum(num_actions))
-        self.baseline = nn.Linear(core_size, 1)
-        if self.core is not None:
             # Remember from the start: the forget gate's bias (the second quarter).
             nn.init.ones_(self.core.bias_ih[256:512])
-        initialize(self.encoder)
+        self.policy = nn.Linear(core_size, sum(self.num_actions))
+        self.baseline = nn.Linear(core_size, 1)
         initialize(self.policy, gain=0.01)  # Nearly uniform at first.
         initialize(self.baseline, gain=1)
 
@@ -169,14 +143,20 @@ class Net(nn.Module):
         if self.core is not None:
             x, core_state = self._unroll(x.view(T, B, -1), step["done"], core_state)
             x = x.flatten(0, 1)
+        outputs = {name: y.unflatten(0, (T, B)) for name, y in self.heads(x).items()}
+        return outputs, core_state
+
+    def heads(self, x):
+        """The outputs [N, ...] for features [N, F]; loss() gets all of them."""
         return {
-            "policy_logits": self._logits(self.policy(x)).unflatten(0, (T, B)),
-            "baseline": self.baseline(x).view(T, B),
-        }, core_state
+            "policy_logits": self._logits(self.policy(x)),
+            "baseline": self.baseline(x).squeeze(-1),
+        }
 
     def _unroll(self, x, done, core_state):
-        """The LSTM over x [T, B, features], reset where an episode begins. (A cell step
-        by step: on a CPU five times faster than nn.LSTM, which the resets cut up.)"""
+        """Unrolls the LSTM over x [T, B, features], and resets it where an episode
+        begins. (On a CPU, a cell step by step is five times faster than nn.LSTM, which
+        the resets would cut up.)"""
         outputs = []
         state = tuple(s[0] for s in core_state)  # [B, hidden]
         for x_t, keep_t in zip(x, (~done).unsqueeze(-1).to(x.dtype)):
@@ -195,22 +175,176 @@ class Net(nn.Module):
         return torch.stack(parts, dim=1)  # [N, D, A]
 
 
-def create_net(flags, env):
-    return Net(
-        env.observation_space,
-        env.num_actions,
-        env.action_shape,
-        flags.use_lstm,
-        flags.net == "deep",
-        flags.precision == "bfloat16",
+class Agent:
+    """IMPALA: an actor-critic that corrects by V-trace for the age of its rollouts.
+
+    Its methods are what a program needs of an agent; everything is time-major. `net` is
+    what acts, and its weights are handed to the actors. Every process that acts makes
+    an agent of its own; only the learner's is told to start_learning().
+    """
+
+    def __init__(self, flags, observation_space, action_space):
+        self.flags = flags
+        self.net = self.make_net(observation_space, action_space)
+        self.optimizer = None
+        self.step = self.updates = 0  # Agent steps learned from; gradient steps.
+
+    def make_encoder(self, observation_space):
+        flags = self.flags
+        deep, bfloat16 = flags.net == "deep", flags.precision == "bfloat16"
+        return make_encoder(observation_space, deep, bfloat16)
+
+    def make_net(self, observation_space, action_space):
+        encoder = self.make_encoder(observation_space)
+        return Net(encoder, action_space, self.flags.use_lstm)
+
+    def initial_state(self, batch_size):
+        """Returns the core_state before a first step: a nest of tensors [., B, ...]."""
+        return self.net.initial_state(batch_size)
+
+    @torch.inference_mode()
+    def act(self, step, core_state, greedy=False):
+        """Chooses an action for each step [1, B, ...].
+
+        Returns (outputs, core_state). outputs["action"] [1, B, ...] goes to the
+        environment; all outputs are in the batches that learn() gets.
+        """
+        outputs, core_state = self.net(step, core_state)
+        logits = outputs["policy_logits"]  # [1, B, A]
+        if greedy:
+            action = logits.argmax(-1)
+        else:  # As torch.multinomial does it, which would also wait for a GPU.
+            noise = torch.empty_like(logits).exponential_()
+            action = (F.softmax(logits, dim=-1) / noise).argmax(-1)
+        return {"action": action, "policy_logits": logits}, core_state
+
+    def start_learning(self, device):
+        """Makes what only the learner has. The net is on the device already."""
+        flags = self.flags
+        self.optimizer = torch.optim.RMSprop(
+            self.net.parameters(),
+            lr=flags.learning_rate,
+            alpha=flags.alpha,
+            momentum=flags.momentum,
+            eps=flags.epsilon,
+            foreach=True,  # Fewer, larger operations, on a CPU too.
+        )
+
+    def learn(self, batch):
+        """Makes one gradient step on one batch [T + 1, B, ...]. Returns what is logged:
+        {name: tensor [] or number}, the loss first.
+
+        grad_norm is the gradient's norm before clipping. loss() describes the others.
+        """
+
+        def loss(batch):  # Also of a slice of the batch, where memory asks for it.
+            outputs, _ = self.net(batch, batch["core_state"])  # [T + 1, B, ...]
+            return self.loss(batch, outputs)
+
+        learning_rate = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        parameters = list(self.net.parameters())
+        statistics = set_gradients(parameters, loss, batch, self.flags.loss_reduction)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
+        self.optimizer.step()
+        T, B = batch["reward"][1:].shape
+        self.step += T * B
+        self.updates += 1
+        return {**statistics, "grad_norm": grad_norm, "learning_rate": learning_rate}
+
+    def loss(self, batch, outputs):
+        """Returns the loss of rollouts [T + 1, B, ...], for which the net returned
+        outputs [T + 1, B, ...], and what is logged of it. Both are sums over T and B
+        (or means: --loss_reduction).
+
+        pg_loss is the policy gradient's loss. baseline_loss and entropy_loss, which is
+        minus the policy's entropy, are without their costs.
+        """
+        # Index t of all that follows is about the action taken on step t: what it led
+        # to is in step t + 1. Nothing did lead from a last observation to a first one.
+        losses = vtrace.compute_losses(
+            behavior_policy_logits=batch["policy_logits"],
+            target_policy_logits=outputs["policy_logits"][:-1],
+            actions=batch["action"],
+            discounts=self.flags.discounting * (~batch["terminated"][1:]).float(),
+            rewards=self.rewards(batch),
+            values=outputs["baseline"][:-1],
+            bootstrap_value=outputs["baseline"][-1],
+            mask=~batch["done"][1:],
+            baseline_cost=self.flags.baseline_cost,
+            entropy_cost=self.flags.entropy_cost,
+            reduction=self.flags.loss_reduction,
+        )
+        return losses.total, {
+            "total_loss": losses.total,
+            "pg_loss": losses.pg,
+            "baseline_loss": losses.baseline,
+            "entropy_loss": losses.entropy,
+        }
+
+    def rewards(self, batch):
+        """Returns the rewards [T, B] that are learned from. Index t is of the action
+        taken on step t."""
+        rewards = batch["reward"][1:]
+        if self.flags.reward_clipping == "abs_one":
+            rewards = rewards.clamp(-1, 1)
+        return rewards
+
+    def learning_rate(self):
+        """The learning rate of the next update."""
+        # RMSProp's mean of squares begins at zero. Uncorrected, its first steps are ten
+        # times too long, which was seen to kill most of the network's ReLUs on Pong.
+        correction = math.sqrt(1 - self.flags.alpha ** (self.updates + 1))
+        left = max(0, 1 - self.step / self.flags.total_steps)
+        return self.flags.learning_rate * correction * left
+
+    def state_dict(self):
+        """Returns all that a checkpoint needs, in types that torch.load(weights_only)
+        reads."""
+        return {
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state):
+        """Takes the net's weights, and the rest if it learns. Raises KeyError if
+        something is missing."""
+        load_weights(self.net, state["model"])
+        if self.optimizer is not None:
+            options = [
+                {name: x for name, x in group.items() if name != "params"}
+                for group in self.optimizer.param_groups
+            ]
+            self.optimizer.load_state_dict(state["optimizer"])
+            # This command's flags count, not those the checkpoint was made with.
+            for group, group_options in zip(self.optimizer.param_groups, options):
+                group.update(group_options)
+            self.step, self.updates = state["step"], state["updates"]
+
+
+# The program.
+
+
+def program_parser(agent="polybeast"):
+    """Returns the program's whole parser. agent: the module whose flags it takes."""
+    return Parser(
+        prog="polybeast",
+        description="Trains an agent with environment servers.",
+        parents=[
+            polybeast_env.environment_parser(),
+            run_parser(),
+            agent_parser(agent),
+            streams.parser(),
+            tls.parser(),
+        ],
     )
 
 
-# Acting.
-
-
 @torch.inference_mode()
-def inference(batcher, model, weights, device):
+def inference(batcher, agent, weights, device):
     """Answers the actors, batch by batch, until the batcher is closed.
 
     A batch's inputs are (step, core_state), [1, n, ...]; its outputs what is to be
@@ -218,360 +352,160 @@ def inference(batcher, model, weights, device):
     """
     version = None
     for batch in batcher:
-        version = weights.fetch(model, version)
+        version = weights.fetch(agent.net, version)
         inputs = map_structure(
             lambda x: x.to(device, non_blocking=True), batch.get_inputs()
         )
-        outputs, core_state = to_host(model(*inputs), device)
-        logits = outputs["policy_logits"]  # [1, n, A]
+        outputs, core_state = devices.to_host(agent.act(*inputs), device)
         try:
-            action = choose_action(logits)
+            rollouts.check_outputs(outputs)
         except ValueError as e:
-            if not all(p.isfinite().all() for p in model.parameters()):
+            if not all(p.isfinite().all() for p in agent.net.parameters()):
                 raise Stop(str(e), save=False) from e  # It will not get better.
             batch.set_error(str(e))  # It costs these streams' rollouts, not the run.
             continue
-        answer = {
-            "action": action,
-            "policy_logits": logits,
-            "version": torch.full(outputs["baseline"].shape, version),
-        }
-        batch.set_outputs((answer, core_state))
+        outputs["version"] = torch.full(outputs["action"].shape[:2], version)
+        batch.set_outputs((outputs, core_state))
 
 
-# Learning.
-
-
-def compute_losses(flags, model, batch):
-    """The losses of a batch [T + 1, B, ...]: vtrace.Losses."""
-    outputs, _ = model(batch, batch["core_state"])  # [T + 1, B, ...]
-    bootstrap_value = outputs["baseline"][-1]  # [B]
-    outputs = {key: x[:-1] for key, x in outputs.items()}  # [T, B, ...]
-
-    # Index t of all that follows is about the action taken on step t: what it led to
-    # is in step t + 1. Nothing did lead from a last observation to a first one.
-    rewards = batch["reward"][1:]
-    if flags.reward_clipping == "abs_one":
-        rewards = rewards.clamp(-1, 1)
-    return vtrace.compute_losses(
-        behavior_policy_logits=batch["policy_logits"],
-        target_policy_logits=outputs["policy_logits"],
-        actions=batch["action"],
-        discounts=flags.discounting * (~batch["terminated"][1:]).float(),
-        rewards=rewards,
-        values=outputs["baseline"],
-        bootstrap_value=bootstrap_value,
-        mask=~batch["done"][1:],
-        baseline_cost=flags.baseline_cost,
-        entropy_cost=flags.entropy_cost,
-        reduction=flags.loss_reduction,
-    )
-
-
-def learn(flags, model, optimizer, scheduler, batch):
-    """One gradient step on one batch. Returns its statistics, tensors [].
-
-    No queue, no lock, no logging in here, so that a test can call it.
-    """
-    losses = set_gradients(flags, model, batch, compute_losses)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
-    optimizer.step()
-    scheduler.step()
-    total, pg, baseline, entropy = losses
-    return {
-        "total_loss": total,
-        "pg_loss": pg,
-        "baseline_loss": baseline,
-        "entropy_loss": entropy,
-        "grad_norm": grad_norm.detach(),
-    }
-
-
-# Training.
+def learning(queue, learner, lock, stop):
+    """Learns from batches of the queue until the last step, or until it is closed."""
+    while not learner.finished and (batch := next(queue, None)) is not None:
+        versions = batch.pop("version")[0].tolist()
+        episodes = rollouts.ended_episodes(batch)
+        batch = devices.to_device(batch, learner.device)
+        with lock:
+            if learner.finished or stop.is_set():
+                return
+            learner.update(batch, episodes, versions)
 
 
 def train(flags):
     """Trains until --total_steps or a signal. Returns the exit code.
 
-    BadInput, before anything is started.
+    Raises BadInput before anything is started.
     """
+    # gRPC logs each attempt to connect; torchbeast/streams.py says what matters. It
+    # reads the variable when it is loaded, which the import below does.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:  # Not at the top: testing needs no C++.
         from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
     except ImportError as e:
         raise BadInput(str(e)) from e
-    if flags.video:
-        raise BadInput("--video goes with --mode test")
+    set_defaults(flags)
     pem = tls.load(flags, "learner")
-    num_streams = flags.num_servers
-    if flags.server_addresses is not None:
-        num_streams = len(streams.addresses(flags))
+    addresses = streams.addresses(flags)  # None: servers of its own.
+    num_streams = flags.num_servers if addresses is None else len(addresses)
     allow_open_files(streams.FILES_PER_STREAM * num_streams)
-    flags.seed = experiment.set_seed(flags.seed)
-    device = experiment.get_device(flags, "learner_device")
-    actor_device = experiment.get_device(flags, "actor_device")
+    flags.seed = seeds.set_seed(flags.seed)
+    device = devices.get_device(flags, "learner_device")
+    actor_device = devices.get_device(flags, "actor_device")
     env = polybeast_env.create_env(flags, 1)  # Only tells what steps look like.
-    step = map_structure(torch.tensor, env.initial(0))
+    step = env.initial(0)
     env.close()
-    choose_precision(flags, env.observation_space)
-    model = create_net(flags, env)
-    run = experiment.Run(flags, env.frames_per_step)
-    checkpoint = run.open(model)
-    weights = PublishedWeights(model, actor_device)
-    learner = Learner(flags, run, model, weights, device, learn)
-    if checkpoint is not None:
-        learner.restore(checkpoint)
-        log.info("resuming %s at step %d", run.checkpoint_path, run.step)
+    devices.choose_precision(flags, env.observation_space)
 
+    agent = make_agent(flags, env)
+    rollouts.specs(agent, step, flags.unroll_length)  # Checks what act() returns.
+    run = Run(flags, env.frames_per_step)
+    run.open()
+    weights = PublishedWeights(agent.net, actor_device)
+    learner = Learner(flags, run, agent, weights, device)
+    servers = Servers(polybeast_env.create_env)
     if flags.insecure:
         log.warning(tls.INSECURE)
 
-    exit_code = 0
-    with experiment.Signals() as signals, contextlib.ExitStack() as stack:
-        try:
-            servers = stack.enter_context(polybeast_env.Servers())
-            signals.on_second = servers.kill
-            addresses = server_addresses(flags, servers, stack)
-            # One batch waits while another is learned from; no more, for the policy's
-            # sake.
-            learner_queue = BatchingQueue(
-                batch_dim=1,
-                minimum_batch_size=flags.batch_size,
-                maximum_batch_size=flags.batch_size,
-                maximum_queue_size=flags.batch_size,
-                pin_memory=device.type == "cuda",
-            )
-            inference_batcher = DynamicBatcher(
-                batch_dim=1, pin_memory=actor_device.type == "cuda"
-            )
-            actors = ActorPool(
-                flags.unroll_length,
-                learner_queue,
-                inference_batcher,
-                addresses,
-                model.initial_state(1),
-                observation_space=str(env.observation_space),
-                action_space=str(env.action_space),
-                # The episodes of a resumed run are not those of its first session.
-                seed=experiment.derive_seed(flags.seed, run.step),
-                connect_timeout_s=flags.connect_timeout_seconds,
-                max_rollouts=learner.rollouts_left,
-                **pem,
-                step=step,
-            )
-            log.info(
-                "%s: %d streams, learner on %s, inference on %s, %s; results in %s",
-                flags.env,
-                len(addresses),
-                device,
-                actor_device,
-                flags.precision,
-                run.path,
-            )
-            run.stage_seconds = lambda: actors.stage_seconds() | learner.stage_seconds
-            run.start()
+    def train_with_servers(signals):
+        signals.on_second = servers.kill
+        # One batch waits while another is learned from; no more, for the policy's
+        # sake.
+        learner_queue = BatchingQueue(
+            batch_dim=1,
+            minimum_batch_size=flags.batch_size,
+            maximum_batch_size=flags.batch_size,
+            maximum_queue_size=flags.batch_size,
+            pin_memory=device.type == "cuda",
+        )
+        inference_batcher = DynamicBatcher(
+            batch_dim=1, pin_memory=actor_device.type == "cuda"
+        )
+        actors = ActorPool(
+            flags.unroll_length,
+            learner_queue,
+            inference_batcher,
+            addresses or servers.start_here(flags),
+            agent.initial_state(1),
+            observation_space=str(env.observation_space),
+            action_space=str(env.action_space),
+            # The episodes of a resumed run are not those of its first session.
+            seed=seeds.derive_seed(flags.seed, run.step),
+            connect_timeout_s=flags.connect_timeout_seconds,
+            max_rollouts=learner.rollouts_left,
+            **pem,
+            step=map_structure(torch.as_tensor, step),
+        )
+        where = f"learner on {device}, inference on {actor_device}"
+        log.info(
+            f"{flags.env}: {num_streams} streams, {where}, {flags.precision}; "
+            f"results in {run.path}"
+        )
 
-            def infer():
-                with own_stream(actor_device):
-                    actor_model = create_net(flags, env).eval()
-                    actor_model.to(actor_device, memory_format=torch.channels_last)
-                    inference(inference_batcher, actor_model, weights, actor_device)
-
-            train_with_servers(
-                learner,
-                actors,
-                learner_queue,
-                inference_batcher,
-                infer,
-                servers,
-                signals,
-            )
-            learner.save()
-        except Stop as e:
-            exit_code = end_early(e, learner)
-        finally:
-            run.close()
-    for line in report_stages(flags, run):
-        log.info("%s", line)
-    log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
-    if run.checkpoint_path.exists():
-        log.info("test it: %s", play.command(flags, "polybeast"))
-    return exit_code
-
-
-def server_addresses(flags, servers, stack):
-    """Those of --server_addresses, or of servers started for this run."""
-    if flags.server_addresses is not None:
-        return streams.addresses(flags)
-    directory = files.temporary_directory(stack)
-    first = f"unix:{directory}/server"
-    addresses = polybeast_env.addresses(first, flags.num_servers)
-    # The learner seeds its streams.
-    flags = argparse.Namespace(**{**vars(flags), "seed": None})
-    servers.start(flags, addresses, directory)
-    return addresses
-
-
-def train_with_servers(
-    learner, actors, learner_queue, inference_batcher, infer, servers, signals
-):
-    """Starts actors, inference and learner, waits for a signal or the last step, ends
-    them all. Raises what went wrong in any of them."""
-    flags = learner.flags
-    update_lock = threading.Lock()  # One thread updates the weights.
-    stop = threading.Event()
-    errors = []
-    watched_streams = streams.Streams(actors, flags)
-    updates_before = learner.updates
-
-    def act():
-        try:
-            actors.run()
-        except RuntimeError as e:
-            raise Stop(str(e), save=False) from e
-
-    def batch_and_learn():
-        for batch in learner_queue:
-            versions = batch.pop("version")[0].tolist()
-            episodes = ended_episodes(batch)
-            batch = to_device(batch, learner.device)
-            with update_lock:
-                if learner.finished or stop.is_set():
-                    return
-                learner.update(batch, episodes, versions)
-
-    def guarded(body):
-        def target():
-            # PyTorch counts threads for each thread.
-            learns = threading.current_thread().name.startswith("learner")
-            torch.set_num_threads(num_learner_cores(learner) if learns else 1)
+        def act():
             try:
-                body()
-            except Exception as e:
-                errors.append(e)
-            finally:
-                stop.set()
+                actors.run()
+            except RuntimeError as e:
+                raise Stop(str(e), save=False) from e
 
-        return target
+        def infer():
+            actor = make_agent(flags, env)
+            actor.net.eval().to(actor_device, memory_format=torch.channels_last)
+            with devices.own_stream(actor_device):
+                inference(inference_batcher, actor, weights, actor_device)
 
-    bodies = {"actors": act}
-    for i in range(flags.num_inference_threads):
-        bodies[f"inference-{i}"] = infer
-    for i in range(flags.num_learner_threads):
-        bodies[f"learner-{i}"] = batch_and_learn
-    threads = [
-        threading.Thread(target=guarded(body), name=name)
-        for name, body in bodies.items()
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        # A handler may not set an Event that this thread may be waiting for.
-        while not learner.finished and not stop.wait(0.2):
-            signals.check()
+        def learn():
+            learning(learner_queue, learner, lock, threads.stop)
+
+        def watch():
             servers.restart_ended()
             watched_streams.check()
-    finally:
-        stop.set()
-        actors.stop()
-        inference_batcher.close()
-        learner_queue.close(discard=True)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-        rollouts = actors.rollouts()
-        log.info(
-            "rollouts: %d delivered, %d learned from (%d begun, %d lost with their "
-            "streams, %d unfinished at the end)",
-            rollouts["delivered"],
-            (learner.updates - updates_before) * flags.batch_size,
-            rollouts["begun"],
-            rollouts["lost"],
-            rollouts["ended"],
-        )
-    if errors:
-        learner.flush()  # Says it better, if it is the weights that are not finite.
-        raise errors[0]
+
+        def end():
+            actors.stop()
+            inference_batcher.close()
+            learner_queue.close(discard=True)
+
+        threads = Threads()
+        lock = threading.Lock()  # One thread updates the weights.
+        watched_streams = streams.Streams(actors, flags)
+        threads.add("actors", act)
+        for i in range(flags.num_inference_threads):
+            threads.add(f"inference-{i}", infer)
+        for i in range(flags.num_learner_threads):
+            threads.add(f"learner-{i}", learn, num_learner_cores(learner))
+        updates_before = learner.updates
+        learner.start(actors.stage_seconds)
+        try:
+            threads.run(signals, end, watch)
+        finally:
+            learned = learner.updates - updates_before
+            watched_streams.report(learned * flags.batch_size)
+
+    return learner.train(train_with_servers, servers)
 
 
 def num_learner_cores(learner):
-    """For one update on a CPU: about its share of all that a step costs, with Atari's
-    environments. (More made the shallow network's runs slower, by a third.)"""
-    blocks = encoders.ResidualBlock
-    deep = any(isinstance(m, blocks) for m in learner.model.modules())
-    cores = (0.75 if deep else 0.45) * experiment.num_cores()
+    """The number of cores for one update on a CPU: about an update's share of all that
+    a step costs, with Atari's environments. (With more, runs of the shallow network
+    were slower by a third.)"""
+    modules = learner.agent.net.modules()
+    deep = any(isinstance(m, ResidualBlock) for m in modules)
+    cores = (0.75 if deep else 0.45) * num_cores()
     return max(1, round(cores / learner.flags.num_learner_threads))
 
 
-# Where the time went.
-
-REMEDIES = {
-    "environment_wait": "environments: more of them together (--envs_per_server), more "
-    "servers (--num_servers), or other machines' (--server_addresses)",
-    "inference_queue": "inference: --num_inference_threads",
-    "inference": "inference: --actor_device",
-    "rollout_queue": "learning: --learner_device",
-    "cores": "the cores of this machine: --server_addresses moves the environments to "
-    "other machines, --learner_device and --actor_device the network to a GPU",
-}
-
-
-def report_stages(flags, run):
-    """The stage table, and what to do about the longest stage: lines. After the servers
-    have ended."""
-    shares = experiment.stage_shares(run.stage_seconds())
-    if "update" not in shares or "inference" not in shares:
-        return  # Nothing was learned.
-    for who, stages in zip(("streams", "learner"), experiment.STAGES):
-        times = [f"{name} {100 * shares[name]:.0f} %" for name in stages]
-        yield f"where the time of {who} went: {', '.join(times)}"
-    slowest = max(experiment.STAGES[0], key=lambda name: shares[name])
-    busy, cores = run.busy_cores(), experiment.num_cores()
-    if busy > 0.8 * cores:
-        slowest = "cores"
-    yield f"{busy:.1f} of {cores} cores were busy; bottleneck: {REMEDIES[slowest]}"
-
-
-# Testing.
-
-
-def test(flags):
-    """Plays whole games with the weights of a checkpoint. Returns the exit code."""
-    render_mode = play.render_mode(flags)
-    path = experiment.run_path(flags)
-    flags.seed = experiment.set_seed(flags.seed)
-    env = polybeast_env.create_env(flags, 1, render_mode)
-    model = create_net(flags, env).eval()
-    checkpoint = experiment.load_checkpoint(path / "model.tar", flags, model)
-    print(f"{path / 'model.tar'}: step {checkpoint['step']}")
-    core_state = model.initial_state(1)
-
-    @torch.inference_mode()
-    def policy(step):
-        nonlocal core_state  # Net itself forgets it where an episode begins.
-        inputs = map_structure(lambda x: torch.from_numpy(x)[None], step)
-        outputs, core_state = model(inputs, core_state)
-        logits = outputs["policy_logits"][0]
-        return choose_action(logits, greedy=not flags.sample_actions).numpy()
-
-    returns, lengths = play.episodes(flags, env, policy)
-    play.report(flags, path, checkpoint["step"], returns, lengths)
-    return 0
-
-
 def main(argv=None):
-    p = parser()
-    flags = p.parse_args(argv)
-    set_defaults(flags)
-    setup_logging()
-    keep_freed_memory()
-    # gRPC logs each attempt to connect; streams.py says what matters.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    try:
-        return train(flags) if flags.mode == "train" else test(flags)
-    except BadInput as e:
-        p.error(str(e))
-    except KeyboardInterrupt:  # Before or after training: in it, see Signals.
-        return 128 + signal.SIGINT
+    modes = play.modes(train, polybeast_env.create_env)
+    return run_program("polybeast", program_parser, modes, argv)
 
 
 if __name__ == "__main__":

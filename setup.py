@@ -30,28 +30,21 @@ def pkg_config(option):
 
 
 def say(line):
-    """pip shows what a build prints only with -v, but no one looks there."""
-    print(line, file=sys.stderr)
-    try:
-        with open("/dev/tty", "w") as tty:
-            tty.write(f"\n{line}\n")
-    except OSError:
-        pass  # No terminal.
+    print(f"torchbeast: the C++ part is not built: {line}", file=sys.stderr)
 
 
 def extensions():
     lacking = missing()
     if lacking:
         say(
-            "torchbeast: the C++ part is not built, so there is MonoBeast but no "
-            f"PolyBeast: missing {', '.join(lacking)} (README.md, The C++ core, says "
-            "how to get them)."
+            f"missing {', '.join(lacking)} (docs/cpp.md says how to get them). "
+            "MonoBeast works without it, PolyBeast does not."
         )
         return []
     try:
         from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
     except ImportError:  # Without build isolation.
-        say("torchbeast: the C++ part is not built: missing pybind11 (pip install it).")
+        say("missing pybind11 (pip install it).")
         return []
     ParallelCompile().install()
     build = ROOT / "build" / "proto"

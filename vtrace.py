@@ -234,7 +234,7 @@ def compute_losses(
     reduction: str = "sum",
     **thresholds: float | None,  # As of from_importance_weights.
 ) -> Losses:
-    """The loss that both scripts minimise: V-trace, the three losses, and their sum."""
+    """IMPALA's loss: V-trace, the three losses, and their sum."""
     returns = from_logits(
         behavior_policy_logits=behavior_policy_logits,
         target_policy_logits=target_policy_logits,

@@ -22,9 +22,9 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch._inductor.config  # noqa: E402
 
-import experiment  # noqa: E402
 import vtrace  # noqa: E402
 from benchmarks import limit, throughput  # noqa: E402
+from torchbeast import machine  # noqa: E402
 
 PONG = ["--env", "PongNoFrameskip-v4"]
 LEARNERS = [  # Precision, compiled?, as CUDA graphs?
@@ -60,7 +60,7 @@ def learners(seconds):
             name = precision + ", compiled" * compiled + ", CUDA graphs" * graphs
             results[f"{B} x 20, {name}"] = attempt(
                 lambda flags=flags: rate(
-                    limit.update_stage("polybeast", flags),
+                    limit.update_stage(flags),
                     flags.unroll_length * flags.batch_size,
                     seconds,
                 )
@@ -75,7 +75,7 @@ def inference(seconds):
     for precision in ("float32", "bfloat16"):
         flags = limit.parse("polybeast", [*PONG, "--precision", precision])
         for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-            evaluate = limit.inference_stage("polybeast", flags, n)
+            evaluate = limit.inference_stage(flags, n)
             results[f"{n}, {precision}"] = rate(evaluate, n, seconds / 4)
     return results
 
@@ -179,7 +179,7 @@ def main():
 def measure(options, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     on_gpu = torch.cuda.is_available()
-    results = {"machine": experiment.meta(limit.parse("polybeast", PONG))}
+    results = {"machine": machine.meta(limit.parse("polybeast", PONG))}
     results["machine"]["cuda"] = torch.version.cuda
     parts = {"vtrace_us": vtrace_variants}
     if on_gpu:

@@ -22,10 +22,16 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import atari_wrappers  # noqa: E402
+import polybeast_env  # noqa: E402
+from torchbeast import environment, machine  # noqa: E402
+from torchbeast.environment import map_structure  # noqa: E402
+from torchbeast.process import keep_freed_memory  # noqa: E402
+
 
 def parse(program, args):
     module = importlib.import_module(program)
-    flags = module.parser().parse_args(args)
+    flags = module.program_parser().parse_args(args)
     module.set_defaults(flags)
     return flags
 
@@ -35,10 +41,9 @@ def envs_together(flags):
     return getattr(flags, "envs_per_server", None) or flags.envs_per_actor
 
 
-def environment_stage(program, flags, num_envs):
+def environment_stage(flags, num_envs):
     """A function that makes num_envs agent steps."""
-    module = "polybeast_env" if program == "polybeast" else program
-    env = importlib.import_module(module).create_env(flags, num_envs)
+    env = polybeast_env.create_env(flags, num_envs)
     env.initial(0)
     rng = np.random.default_rng(0)
     shape = (env.num_envs, *env.action_shape)
@@ -49,8 +54,6 @@ def environment_stage(program, flags, num_envs):
 def raw_environment_stage(flags):
     """The game alone: frames as the emulator makes them, no preprocessing; or the
     Gymnasium environment alone. A function that makes one agent step."""
-    import atari_wrappers
-    import environment
 
     if not atari_wrappers.is_atari(flags.env):
         env = environment.make(flags.env)
@@ -77,98 +80,98 @@ def raw_environment_stage(flags):
     return make_step
 
 
-def batch_of_steps(program, flags, T, B):
-    """Steps [T, B, ...] of real environments, repeated."""
+def make_agent(flags, env):
     import torch
 
-    from environment import map_structure
+    from torchbeast import devices
+    from torchbeast import flags as command_line
 
-    module = "polybeast_env" if program == "polybeast" else program
-    env = importlib.import_module(module).create_env(flags, 1)
-    step = env.initial(0)
-    step = map_structure(
-        lambda x: torch.as_tensor(x)[None].expand(T, B, *x.shape[1:]).contiguous(), step
-    )
-    return env, step
+    devices.choose_precision(flags, env.observation_space)
+    torch.manual_seed(0)
+    module = command_line.load_agent(flags.agent)
+    return module.Agent(flags, env.observation_space, env.action_space)
 
 
-def inference_stage(program, flags, n):
+def repeat(nest, *shape):
+    """The nest's first environment [E, ...] as a nest of tensors [*shape, ...]."""
     import torch
 
-    import encoders
-    from environment import map_structure
+    def one(x):
+        x = torch.as_tensor(x)[0]
+        return x.expand(*shape, *x.shape).contiguous()
 
-    module = importlib.import_module(program)
-    env, step = batch_of_steps(program, flags, 1, n)
+    return map_structure(one, nest)
+
+
+def inference_stage(flags, n):
+    import torch
+
+    env = polybeast_env.create_env(flags, 1)
+    step = repeat(env.initial(0), 1, n)
     device = torch.device(getattr(flags, "actor_device", "cpu"))
-    encoders.choose_precision(flags, env.observation_space)
-    net = module.create_net(flags, env).eval()
-    net.to(device, memory_format=torch.channels_last)
-    core_state = net.initial_state(n)
+    agent = make_agent(flags, env)
+    agent.net.eval().to(device, memory_format=torch.channels_last)
+    core_state = agent.initial_state(n)
 
     def evaluate():
-        with torch.inference_mode():
-            inputs = map_structure(lambda x: x.to(device), (step, core_state))
-            outputs, _ = net(*inputs)
-            outputs["policy_logits"].cpu()
+        inputs = map_structure(lambda x: x.to(device), (step, core_state))
+        outputs, _ = agent.act(*inputs)
+        map_structure(lambda x: x.cpu(), outputs)
 
     return evaluate
 
 
-def update_stage(program, flags):
+def update_stage(flags):
     import torch
 
-    import encoders
-    import learner
+    from torchbeast import devices
 
-    module = importlib.import_module(program)
     T, B = flags.unroll_length, flags.batch_size
-    env, batch = batch_of_steps(program, flags, T + 1, B)
-    device = torch.device(flags.learner_device)
-    encoders.choose_precision(flags, env.observation_space)
-    net = module.create_net(flags, env).to(device, memory_format=torch.channels_last)
-    if flags.compile:
-        net.compile()
-    shape = (T, B, *env.action_shape)
+    env = polybeast_env.create_env(flags, 1)
+    step = env.initial(0)
+    agent = make_agent(flags, env)
+    state = agent.initial_state(1)
+    outputs, _ = agent.act(repeat(step, 1, 1), state)
+    outputs = map_structure(lambda x: x[0], outputs)
+    batch = {**repeat(step, T + 1, B), **repeat(outputs, T, B)}
     batch["done"].zero_()
-    batch["action"] = torch.zeros(shape, dtype=torch.int64)
-    batch["policy_logits"] = torch.zeros(*shape, max(env.num_actions))
-    batch["core_state"] = net.initial_state(B)
-    batch = learner.to_device(batch, device)
-    optimizer, scheduler = learner.create_optimizer(flags, net)
+    batch["core_state"] = agent.initial_state(B)
+    device = torch.device(flags.learner_device)
+    batch = devices.to_device(batch, device)
+    agent.net.to(device, memory_format=torch.channels_last)
+    if flags.compile:
+        agent.net.compile()
+    agent.start_learning(device)
 
     def update():
-        stats = module.learn(flags, net, optimizer, scheduler, batch)
-        stats["total_loss"].item()
+        float(next(iter(agent.learn(batch).values())))
 
     return update
 
 
-def stage(program, flags, name):
+def stage(flags, name):
     """(function, agent steps it is about)"""
     if name == "raw environment":
         return raw_environment_stage(flags), 1
     if name == "environment, single":
-        return environment_stage(program, flags, 1), 1
+        return environment_stage(flags, 1), 1
     if name == "environment":
         n = envs_together(flags)
-        return environment_stage(program, flags, n), n
+        return environment_stage(flags, n), n
     if name.startswith("inference"):
         n = int(name.split()[-1])
-        return inference_stage(program, flags, n), n
-    return update_stage(program, flags), flags.unroll_length * flags.batch_size
+        return inference_stage(flags, n), n
+    return update_stage(flags), flags.unroll_length * flags.batch_size
 
 
 def worker(program, args, name, seconds, barrier, results):
-    import command_line
-
-    command_line.keep_freed_memory()
+    keep_freed_memory()
     flags = parse(program, args)
     if name.startswith(("inference", "update")):
         import torch
 
         torch.set_num_threads(1)
-    function, num_steps = stage(program, flags, name)
+    function, num_steps = stage(flags, name)
     warm_up_until = time.monotonic() + min(2, seconds)
     while time.monotonic() < warm_up_until:
         function()
@@ -210,10 +213,8 @@ def rate(program, args, name, seconds, num_processes):
 
 def measure(program, args, seconds):
     """{stage: steps per second of the machine}, "limit" among them."""
-    import experiment
-
     flags = parse(program, args)
-    cores = experiment.num_cores()
+    cores = machine.num_cores()
     batches = inference_batches(program, flags)
     names = [f"inference at {n}" for n in batches]
     rates = {}

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-LAST = ("step", "frames", "seconds", "updates", "learning_rate", "rss_mb")
+LAST = ("step", "frames", "seconds", "updates", "rss_mb")
 
 
 def read(path):

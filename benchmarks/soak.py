@@ -27,8 +27,8 @@ import psutil
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import experiment  # noqa: E402
 from tests.programs import Program, hosts, rollouts, step  # noqa: E402
+from torchbeast import machine  # noqa: E402
 
 ENV = "tests.faulty_envs:Flaky-v0"
 T = 20
@@ -273,7 +273,7 @@ def report(soak, counts, options):
         if last_mb > 1.1 * mb + 10 or last_files > files + 3:
             wrong.append(f"it grows: {process}")
     result = {
-        "machine": experiment.meta(options),
+        "machine": machine.meta(options),
         "minutes": options.minutes,
         "steps": sum(s["steps"] for s in soak.sessions),
         "faults": counts,

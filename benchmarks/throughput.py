@@ -27,15 +27,16 @@ import psutil
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import experiment  # noqa: E402
-import polybeast  # noqa: E402
 from benchmarks import limit  # noqa: E402
+from torchbeast import machine  # noqa: E402
 
 WARM_UP_S = 10
 PONG = ["--env", "PongNoFrameskip-v4"]
-MOCK = ["--env", "tests.envs:torchbeast/Mock-v0"]
+MOCK_ENV = ["--env", "tests.envs:torchbeast/Mock-v0"]
+MOCK = [*MOCK_ENV, "--agent", "benchmarks.mock", "--precision", "float32"]
 ONE = ["--envs_per_server", "1"]
-LARGE = ["--batch_size", "32"]  # The paper's: small updates are mostly Python.
+# The paper's batches: small updates are mostly Python.
+MOCK += ["--batch_size", "32"]
 
 # Name: (program, its flags, flags of servers started for it, streams to each of them).
 RUNS = {
@@ -43,20 +44,24 @@ RUNS = {
     "PolyBeast, shallow": ("polybeast", [*PONG, "--net", "shallow"], None, 0),
     "PolyBeast, deep": ("polybeast", PONG, None, 0),
     "PolyBeast, deep, TCP": ("polybeast", PONG, PONG, 1),
-    "mock, 4 streams of 1": ("mock", ["--num_servers", "4", *ONE, *LARGE], None, 0),
+    "mock, 4 streams of 1": ("polybeast", [*MOCK, "--num_servers", "4", *ONE], None, 0),
     "mock, 4 streams of 16": (
-        "mock",
-        ["--num_servers", "4", "--envs_per_server", "16", *LARGE],
+        "polybeast",
+        [*MOCK, "--num_servers", "4", "--envs_per_server", "16"],
         None,
         0,
     ),
-    "mock, 64 streams of 1": ("mock", LARGE, [*MOCK, "--num_servers", "4", *ONE], 16),
+    "mock, 64 streams of 1": (
+        "polybeast",
+        MOCK,
+        [*MOCK_ENV, "--num_servers", "4", *ONE],
+        16,
+    ),
 }
 
 
 def command(program, args):
-    module = "benchmarks.mock" if program == "mock" else program
-    return [sys.executable, "-m", module, *args]
+    return [sys.executable, "-m", program, *args]
 
 
 @contextlib.contextmanager
@@ -151,7 +156,7 @@ def measure_run(name, options):
     program, args, server_args, streams = RUNS[name]
     with contextlib.ExitStack() as stack:
         result = {}
-        if program != "mock":
+        if args[:2] == PONG:
             rates = limit.measure(program, args, options.limit_seconds)
             result = {"limit": rates["limit"], "rates": rates}
         if server_args is not None:
@@ -207,7 +212,7 @@ def main():
     data = {
         "seconds": options.seconds,
         "runs": runs,
-        "machine": experiment.meta(polybeast.parser().parse_args([])),
+        "machine": machine.meta(argparse.Namespace()),
     }
     if options.out:
         pathlib.Path(options.out).write_text(json.dumps(data, indent=1) + "\n")

@@ -217,6 +217,17 @@ inline void copy(const Array& from, const Array& to) noexcept {
 // Memory of at least `bytes`; what it was given out for decides when it comes back.
 using Allocate = std::function<std::shared_ptr<std::byte>(size_t bytes)>;
 
+constexpr size_t kAlignment = 64;  // A cache line, and AVX-512's vectors.
+
+// Memory for one array, which goes back to the system. Throws bad_alloc.
+[[nodiscard]] inline std::shared_ptr<std::byte> heap_memory(size_t bytes) {
+  if (bytes > std::numeric_limits<size_t>::max() / 4) throw std::bad_alloc();
+  const size_t size = (bytes / kAlignment + 1) * kAlignment;
+  void* memory = std::aligned_alloc(kAlignment, size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return {static_cast<std::byte*>(memory), [](std::byte* b) { std::free(b); }};
+}
+
 // Recycles memory: what is given back is given out again, so that a running queue takes
 // nothing new from the system, and touches no page for the first time. Sizes are powers
 // of two; of each it holds as much as was ever out at once.
@@ -268,8 +279,6 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   }
 
  private:
-  static constexpr size_t kAlignment = 64;  // A cache line, and AVX-512's vectors.
-
   mutable std::mutex mu_;
   std::unordered_map<size_t, std::vector<std::byte*>> free_;  // Guarded by mu_.
   std::unordered_map<size_t, size_t> num_of_size_;            // Guarded by mu_.

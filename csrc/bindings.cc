@@ -510,7 +510,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
             const Nest<Array> state =
                 to_arrays(initial_state).map([](const Array& array) {
                   const Array owned =
-                      allocate_array(recycling_allocator(), array.dtype, array.shape);
+                      allocate_array(heap_memory, array.dtype, array.shape);
                   copy(array, owned);
                   return owned;
                 });

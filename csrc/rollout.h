@@ -72,7 +72,7 @@ class Rollout {
       for (const Array& array : arrays) {
         Dims shape = array.shape;
         shape[0] = T_;
-        outputs_.push_back(allocate_array(recycling_allocator(), array.dtype, shape));
+        outputs_.push_back(allocate_array(heap_memory, array.dtype, shape));
       }
     }
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -106,7 +106,7 @@ class Rollout {
   static Array allocate(int64_t times, DType dtype, const Dims& shape) {
     Dims with_time{times};
     for (int i = 0; i < shape.rank(); ++i) with_time.push_back(shape[i]);
-    return allocate_array(recycling_allocator(), dtype, with_time);
+    return allocate_array(heap_memory, dtype, with_time);
   }
 
   void add_entry(const std::string& key, const Structure& child) {

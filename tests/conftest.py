@@ -1,15 +1,23 @@
 """What all tests share."""
 
+import contextlib
+import fcntl
+import os
+import shutil
 import signal
 import tempfile
 
 import pytest
 import torch
 
+from tests.programs import args, main
+
 # Tests run beside each other: threads that wait for threads are in their way.
 torch.set_num_threads(1)
-# Programs have it as by default, if whoever started the tests used nohup.
+# Programs have it as by default, if whoever started the tests used nohup,
 signal.signal(signal.SIGHUP, lambda *_: None)
+# and Ctrl-C, if the tests were started in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,3 +29,48 @@ def own_temporary_directory(tmp_path_factory):
             patch.setenv("TMPDIR", path)
             patch.setattr(tempfile, "tempdir", path)
             yield
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """made_once(name, make): a directory that make(path) has filled, for the tests of
+    all of pytest's workers to read."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def made_once(name, make):
+        path = root / f"made-{name}"
+        with open(root / f"made-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                new = path.with_suffix(".new")
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(new)
+                new.mkdir()
+                make(new)
+                new.rename(path)
+        return path
+
+    return made_once
+
+
+@pytest.fixture
+def savedir(tmp_path):
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def trained(made_once, request, savedir):
+    """A savedir of its own, with run "x" of CartPole, 400 steps, by the program that
+    the test is parametrized with (module), else by a serial MonoBeast."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    module = parameters.get("module", "monobeast")
+    serial = ("--num_actors", 0) if module == "monobeast" else ()
+
+    def train(path):
+        result = main(*args(module, path, *serial, steps=400), module=module)
+        assert result.returncode == 0, result.stderr
+
+    shutil.copytree(made_once(module, train), savedir, symlinks=True)
+    return savedir

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-import learner
 import polybeast
-from learner import PublishedWeights
 from tests import test_learner
 from tests.programs import read_logs, run
+from torchbeast import devices
+from torchbeast.learner import PublishedWeights
 
 CUDA = torch.device("cuda:0")
 
@@ -41,7 +41,7 @@ def test_weights_published_while_others_fetch_are_whole():
     model = torch.nn.Linear(2000, 2000).to(CUDA)
     published = PublishedWeights(model, CUDA)
     reader = torch.nn.Linear(2000, 2000).to(CUDA)
-    with learner.own_stream(CUDA):
+    with devices.own_stream(CUDA):
         for version in range(1, 200):
             with torch.cuda.stream(torch.cuda.default_stream(CUDA)), torch.no_grad():
                 model.weight.fill_(version)
@@ -83,9 +83,9 @@ def test_monobeast_learns_on_the_gpu(tmp_path):
 
 def test_a_batch_is_on_the_device_when_to_device_returns():
     batch = {"x": torch.arange(10**7).pin_memory(), "core_state": ()}
-    moved = learner.to_device(batch, CUDA)
+    moved = devices.to_device(batch, CUDA)
     torch.testing.assert_close(moved["x"].cpu(), batch["x"])
-    back = learner.to_host(moved, CUDA)
+    back = devices.to_host(moved, CUDA)
     torch.testing.assert_close(back["x"], batch["x"])
 
 
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_update(tmp_path):
 
 
 def test_defaults_use_the_gpu_for_both():
-    flags = polybeast.parser().parse_args([])
+    flags = polybeast.program_parser().parse_args([])
     polybeast.set_defaults(flags)
     assert flags.learner_device == flags.actor_device == "cuda"
     assert flags.num_learner_threads == flags.num_inference_threads == 2

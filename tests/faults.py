@@ -17,11 +17,13 @@ from concurrent import futures
 import grpc
 import pytest
 
-import files
 import polybeast_env
 from tests.programs import (
     TIMEOUT_S,
     Program,
+    args,
+    both,
+    load,
     private_mounts,
     read_logs,
     rollouts,
@@ -30,9 +32,10 @@ from tests.programs import (
     step,
     wait_for_steps,
 )
-from tests.test_faults import args, both, load
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import learn, serve
+from torchbeast import files
+from torchbeast.server import EnvironmentServer
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 SAVE = ("--checkpoint_interval_seconds", 1e-9)  # A checkpoint, too.
@@ -59,6 +62,7 @@ def empty_temporary_directory(tmp_path_factory, monkeypatch):
 # Kills.
 
 
+@pytest.mark.survives("learner-killed")
 @both
 def test_a_run_that_is_killed_over_and_over_loses_no_more_than_it_had_not_saved(
     savedir, module
@@ -91,6 +95,7 @@ def test_a_run_that_is_killed_over_and_over_loses_no_more_than_it_had_not_saved(
     assert steps == list(range(40, saved + 401, 40))
 
 
+@pytest.mark.survives("learner-killed")
 @both
 def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
     """Not even actors and servers that are in the middle of a step."""
@@ -103,6 +108,7 @@ def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
     files.lock(savedir / "x" / "lock").close()
 
 
+@pytest.mark.survives("run-in-use")
 @both
 def test_a_run_is_tested_while_it_is_trained(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.1) as program:
@@ -114,6 +120,7 @@ def test_a_run_is_tested_while_it_is_trained(savedir, module):
         assert program.end() == 128 + signal.SIGTERM
 
 
+@pytest.mark.survives("run-directory-deleted")
 @both
 def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.5) as program:
@@ -127,6 +134,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
 # A machine that sleeps.
 
 
+@pytest.mark.survives("machine-sleeps")
 @both
 def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
     with start(module, savedir) as program:
@@ -150,6 +158,7 @@ def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
 # Memory, and the clock.
 
 
+@pytest.mark.survives("shared-memory-too-small")
 def test_too_little_shared_memory_is_one_line(tmp_path):
     """To the byte: with as much as it says, it trains."""
 
@@ -169,6 +178,7 @@ def test_too_little_shared_memory_is_one_line(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.survives("clock-set-back")
 @both
 def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
     others = (*LOG, "--checkpoint_interval_seconds", 0.5)
@@ -188,6 +198,7 @@ def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
 # Signals.
 
 
+@pytest.mark.survives("signal-at-start")
 @both
 def test_a_signal_at_any_moment_of_the_start_is_no_traceback(savedir, module):
     with start(module, savedir) as program:
@@ -206,6 +217,7 @@ def test_a_signal_at_any_moment_of_the_start_is_no_traceback(savedir, module):
             assert word not in program.output
 
 
+@pytest.mark.survives("signal-at-start")
 def test_ctrl_c_while_servers_start_is_no_traceback(savedir):
     for i in range(3):
         with start("polybeast", savedir) as program:
@@ -218,6 +230,7 @@ def test_ctrl_c_while_servers_start_is_no_traceback(savedir):
             assert word not in program.output
 
 
+@pytest.mark.survives("signal-while-waiting", "environment-hangs")
 @both
 def test_a_signal_ends_a_run_whose_learner_waits_for_rollouts(savedir, module):
     with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
@@ -228,6 +241,7 @@ def test_a_signal_ends_a_run_whose_learner_waits_for_rollouts(savedir, module):
     assert load(savedir)["step"] > 0
 
 
+@pytest.mark.survives("second-signal")
 @both
 def test_a_second_signal_ends_it_at_once(savedir, module):
     with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
@@ -238,6 +252,7 @@ def test_a_second_signal_ends_it_at_once(savedir, module):
     assert "Traceback" not in program.output
 
 
+@pytest.mark.survives("signal-while-saving")
 @both
 def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, module):
     with start(module, savedir, *SAVE) as program:
@@ -255,6 +270,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, modu
 # What is left behind.
 
 
+@pytest.mark.survives("learner-and-servers-killed")
 def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_removes(
     savedir, empty_temporary_directory
 ):
@@ -343,11 +359,12 @@ def end(learner, savedir):
     """Of a run with servers: everything that was begun is accounted for."""
     learner.signal(signal.SIGTERM)
     assert learner.end() == 128 + signal.SIGTERM
-    counts = rollouts(learner)
+    counts = rollouts(learner.output)
     assert f"step {20 * counts['learned from']} of" in learner.output
     return counts["lost with their stream"]
 
 
+@pytest.mark.survives("network-slow")
 def test_a_slow_network_makes_steps_late_and_loses_none(tmp_path):
     port = free_port()
     with (
@@ -364,6 +381,7 @@ def test_a_slow_network_makes_steps_late_and_loses_none(tmp_path):
     assert "no stream" not in learner.output
 
 
+@pytest.mark.survives("connection-half-open")
 def test_a_half_open_connection_is_given_up_by_both_sides(tmp_path):
     port = free_port()
     with (
@@ -381,6 +399,7 @@ def test_a_half_open_connection_is_given_up_by_both_sides(tmp_path):
         assert end(learner, tmp_path) >= 2
 
 
+@pytest.mark.survives("connection-half-open")
 def test_a_stream_outlives_a_long_step_and_not_a_host_that_vanishes_in_one(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     env = "tests.faulty_envs:Stuck-v0"
@@ -398,6 +417,7 @@ def test_a_stream_outlives_a_long_step_and_not_a_host_that_vanishes_in_one(tmp_p
         assert end(learner, tmp_path) == 1
 
 
+@pytest.mark.survives("server-stopped")
 def test_a_server_that_stops_for_40_s_costs_its_rollouts_and_comes_back(tmp_path):
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with serve(one) as server, serve(two), learn(tmp_path, f"{one},{two}") as learner:
@@ -413,6 +433,7 @@ def test_a_server_that_stops_for_40_s_costs_its_rollouts_and_comes_back(tmp_path
     assert f"{two}: no stream" not in learner.output
 
 
+@pytest.mark.survives("other-environment")
 def test_another_environment_at_the_same_address_is_refused(tmp_path):
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with serve(two), learn(tmp_path, f"{one},{two}") as learner:
@@ -427,13 +448,14 @@ def test_another_environment_at_the_same_address_is_refused(tmp_path):
         end(learner, tmp_path)
 
 
+@pytest.mark.survives("many-servers")
 def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
     flags = polybeast_env.parser().parse_args(["--env", "CartPole-v1"])
     flags.envs_per_server = 1
     servers, addresses = [], []
     for _ in range(200):
         server = grpc.server(futures.ThreadPoolExecutor(2))
-        stub = polybeast_env.EnvironmentServer(flags)
+        stub = EnvironmentServer(polybeast_env.create_env, flags)
         server.add_generic_rpc_handlers([stub.handler()])
         port = server.add_insecure_port("127.0.0.1:0")
         servers.append(server)

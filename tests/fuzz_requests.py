@@ -20,9 +20,11 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-import polybeast_env
-import torchbeast_pb2 as pb
-from environment import Environment
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.environment import Environment
+from torchbeast.process import log
+from torchbeast.protocol import PROTOCOL_VERSION
+from torchbeast.server import EnvironmentServer
 
 E = 2
 
@@ -79,7 +81,7 @@ def request(rng, first):
     """A valid one, most of the time."""
     message = pb.Request()
     if first or rng.random() < 0.02:
-        version = polybeast_env.PROTOCOL_VERSION
+        version = PROTOCOL_VERSION
         wrong = rng.choice([0, 2, -1, 2**31 - 1, -(2**31)])
         message.hello.version = version if rng.random() < 0.9 else wrong
         message.hello.seed = rng.choice(NUMBERS)
@@ -128,14 +130,11 @@ def fuzz(seed, num_streams=math.inf, seconds=math.inf):
     one did not end as it should have."""
     rng = random.Random(seed)
     flags = argparse.Namespace(seed=None, envs_per_server=E)
-    server = polybeast_env.EnvironmentServer(flags)
+    server = EnvironmentServer(lambda *_: Environment(Env()), flags)
     ends = Counter()
     num_read = 0
     start = time.monotonic()
-    with (
-        mock.patch.object(polybeast_env, "create_env", lambda *_: Environment(Env())),
-        mock.patch.object(polybeast_env.log, "disabled", True),  # A line for each.
-    ):
+    with mock.patch.object(log, "disabled", True):  # It logs a line for each stream.
         while ends.total() < num_streams and time.monotonic() - start < seconds:
             requests = stream(rng)
             left = iter(requests)

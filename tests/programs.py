@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import importlib
+import io
 import os
 import pathlib
 import queue
@@ -13,11 +15,35 @@ import sys
 import threading
 import time
 import warnings
+from typing import NamedTuple
 
 import pytest
+import torch
+
+from torchbeast.process import SIGNALS, log
 
 ROOT = pathlib.Path(__file__).parent.parent
 TIMEOUT_S = 300  # Against hangs; nothing takes a tenth of it.
+SMALL = {
+    "monobeast": ("--num_actors", 1, "--envs_per_actor", 2),
+    "polybeast": ("--num_servers", 1, "--envs_per_server", 2),
+}
+SERIAL = ("--num_actors", 0)
+both = pytest.mark.parametrize("module", SMALL)
+# For what both share: the other one is tested by make test-slow.
+mono_first, poly_first = (
+    pytest.mark.parametrize(
+        "module",
+        [first, pytest.param(second, marks=pytest.mark.slow)],
+    )
+    for first, second in (list(SMALL), list(SMALL)[::-1])
+)
+
+
+def args(module, savedir, *others, env="CartPole-v1", steps=10**8):
+    """Flags of a small run "x" of a program; an update has 40 steps."""
+    return ("--env", env, "--savedir", savedir, "--xpid", "x", "--total_steps", steps,
+            "--batch_size", 2, *SMALL[module], *others)  # fmt: skip
 
 
 def command(*args, module="monobeast"):
@@ -35,6 +61,51 @@ def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, prefix=(), **k
         timeout=timeout_s,
         **kwargs,
     )
+
+
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def main(*args, module="monobeast", stderr=None):
+    """Runs the program's main() to its end in this process, which has imported PyTorch
+    already. What its child processes print is not in the Result.
+
+    stderr: an open file instead of Result.stderr.
+    """
+    stdout, stderr = io.StringIO(), io.StringIO() if stderr is None else stderr
+    handlers = {s: signal.getsignal(s) for s in SIGNALS}
+    environ = dict(os.environ)
+    end = threading.Timer(TIMEOUT_S, os.kill, (os.getpid(), signal.SIGTERM))
+    end.daemon = True
+    end.start()
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            try:
+                code = importlib.import_module(module).main([str(a) for a in args])
+            except SystemExit as e:
+                code = e.code or 0
+    finally:
+        end.cancel()
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+        for handler in log.handlers[:]:  # One is of the run's out.log.
+            log.removeHandler(handler)
+            handler.close()
+        os.environ.clear()
+        os.environ.update(environ)
+    text = stderr.getvalue() if isinstance(stderr, io.StringIO) else ""
+    return Result(code, stdout.getvalue(), text)
+
+
+def refusal(*args, **kwargs):
+    """The one line with which the program refuses these arguments; exit code 2."""
+    result = main(*args, **kwargs)
+    assert result.returncode == 2, result
+    [line] = result.stderr.splitlines()
+    return line
 
 
 class Program:
@@ -78,8 +149,11 @@ class Program:
 
     def workers(self):
         """Process ids of actors or servers. (multiprocessing has helpers, too.)"""
+        names = "spawn_main", "torchbeast.server"
         return [
-            pid for pid in children(self.process.pid) if "spawn_main" in cmdline(pid)
+            pid
+            for pid in children(self.process.pid)
+            if any(name in cmdline(pid) for name in names)
         ]
 
     def signal(self, signum):
@@ -165,6 +239,11 @@ def step(savedir):
     return int(rows[-1]["step"] or 0) if rows else 0
 
 
+def load(savedir):
+    """The checkpoint of run "x"."""
+    return torch.load(savedir / "x" / "model.tar", weights_only=True)
+
+
 def wait_for_steps(savedir, n, timeout_s=120):
     """Until run "x" has made n steps from now."""
     deadline = time.monotonic() + timeout_s
@@ -174,11 +253,11 @@ def wait_for_steps(savedir, n, timeout_s=120):
         time.sleep(0.05)
 
 
-def rollouts(learner):
+def rollouts(output):
     """{what: how many} of them, as PolyBeast says at its end. Asserts that none is
     missing."""
-    lines = re.findall(r"rollouts: .*", learner.output)
-    assert lines, learner.output
+    lines = re.findall(r"rollouts: .*", output)
+    assert lines, output
     line = lines[-1]
     numbers = map(int, re.findall(r"\d+", line))
     names = "delivered", "learned from", "begun", "lost with their stream", "unfinished"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from environment import Environment, make
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 from tests.test_polybeast_env import COUNTER, free_port, servers
+from torchbeast.environment import Environment, make
 
 T = 7
 
@@ -143,6 +143,7 @@ def test_rollouts_are_what_the_environment_does_step_by_step(num_envs):
         np.testing.assert_array_equal(rollout["core_state"], np.full((1, 1, 2), k * T))
 
 
+@pytest.mark.survives("http-proxy")
 def test_a_proxy_for_the_web_is_not_asked(monkeypatch):
     for name in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -162,6 +163,7 @@ def test_streams_are_seeded_one_by_one():
     assert expected <= {x.tobytes() for x in first}
 
 
+@pytest.mark.survives("server-killed")
 def test_a_killed_server_costs_its_unfinished_rollout_and_nothing_else():
     with server(2) as (address, program), Learner([address]) as learner:
         [pid] = program.workers()
@@ -191,6 +193,7 @@ def test_rollouts_across_reconnects_are_contiguous():
         assert (rollout["core_state"] % T == 0).all()
 
 
+@pytest.mark.survives("no-server")
 def test_no_server_within_the_time_is_an_error_that_says_so():
     address = f"127.0.0.1:{free_port()}"
     with Learner([address], connect_timeout_s=1) as learner:
@@ -200,6 +203,7 @@ def test_no_server_within_the_time_is_an_error_that_says_so():
         assert learner.queue.is_closed() and learner.batcher.is_closed()
 
 
+@pytest.mark.survives("other-environment")
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

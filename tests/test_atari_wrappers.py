@@ -10,8 +10,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 import atari_wrappers
 from atari_wrappers import AtariEpisodes, is_atari, make_single, make_vector
-from environment import Environment
 from tests.envs import Catch
+from torchbeast.environment import Environment
 
 ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
@@ -94,7 +94,14 @@ def assert_same_frames(vector, single, num_steps, seed=0):
     return counts
 
 
-@pytest.mark.parametrize("env_id", [PONG, BREAKOUT, SEAQUEST])
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        BREAKOUT,
+        pytest.param(PONG, marks=pytest.mark.slow),
+        pytest.param(SEAQUEST, marks=pytest.mark.slow),
+    ],
+)
 def test_both_give_the_same_frames_rewards_and_ends(env_id):
     counts = assert_same_frames(make_vector(env_id, 1), make_single(env_id), 2000)
     assert counts["ended"] >= 2 and counts["paid"] > 5, counts

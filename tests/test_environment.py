@@ -14,9 +14,9 @@ from gymnasium.vector import (
     VectorEnv,
 )
 
-import environment
-from environment import BadInput, Environment, leaves, map_structure
 from tests import envs
+from torchbeast import environment
+from torchbeast.environment import BadInput, Environment, leaves, map_structure
 
 E = 3
 FIELDS = {

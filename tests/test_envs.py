@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from environment import Environment, make
 from tests import envs
+from torchbeast.environment import Environment, make
 
 NAMES = ["Catch", "CatchPixels", "Memory", "Bandit", "Counter", "Mock"]
 

@@ -1,86 +1,232 @@
-"""The examples: patches that fit this repository, and learn."""
+"""The examples: modules that run by flags alone, as their READMEs say."""
 
-import ast
 import math
-import os
+import re
 import shlex
-import shutil
 import subprocess
+import sys
 
+import gymnasium
 import pytest
+import torch
 
-from tests.programs import ROOT, read_logs, run
+from tests.programs import ROOT, SERIAL, both, load, main, read_logs
 from tests.test_learning import learns
+from torchbeast import environment
 
-# What each adds to the files beside create_env() and Net.
-ADDED = {"minatar": set(), "nethack": {"NetHackEncoder"}}
-SHORT = ["--num_servers", 1, "--envs_per_server", 2, "--batch_size", 2]
-SHORT += ["--total_steps", 400, "--log_interval_steps", 80]
+EXAMPLES = ("minatar", "nethack", "rnd")
+SHORT = ["--batch_size", 2, "--total_steps", 400, "--log_interval_steps", 80]
+SHORT += ["--xpid", "x"]
+SMALL = {
+    "monobeast": [*SERIAL, "--envs_per_actor", 2],
+    "polybeast": ["--num_servers", 1, "--envs_per_server", 2],
+}
 
 
-@pytest.fixture(params=ADDED)
+@pytest.fixture(params=EXAMPLES)
 def example(request):
     return request.param
 
 
-@pytest.fixture
-def patched(example, tmp_path):
-    """A copy of the programs, with the example's patch applied."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("_libtorchbeast*")]
-    for file in files:
-        shutil.copy(file, tmp_path)
+def documented(example):
+    """The program and the flags of the first command in the example's README."""
+    text = (ROOT / f"examples/{example}/README.md").read_text().replace("\\\n", " ")
+    [program, flags] = re.search(r"^python -m (\w+) (.*)", text, re.M).groups()
+    return program, shlex.split(flags)
+
+
+def flags_for(example, module):
+    """The documented flags; those of the documented program only for that program."""
+    program, flags = documented(example)
+    if module != program:
+        flags = [x for name in ("--agent", "--env") for x in pair(flags, name)]
+    return [*flags, *SMALL[module], *SHORT]
+
+
+def pair(flags, name):
+    return name, flags[flags.index(name) + 1]
+
+
+def trains(savedir, *flags, module, steps=400):
+    """Runs the program. Returns the rows of its log, which goes on to that step."""
+    result = main(*flags, "--savedir", savedir, module=module)
+    assert result.returncode == 0, result.stderr
+    rows = read_logs(savedir / "x")
+    assert int(rows[-1]["step"]) == steps
+    assert all(math.isfinite(float(row["total_loss"])) for row in rows)
+    return rows
+
+
+@both
+def test_an_example_trains_in_either_program_by_flags_alone(example, module, savedir):
+    trains(savedir, *flags_for(example, module), module=module)
+
+
+def test_an_example_trains_with_a_recurrent_network(example, savedir):
+    flags = flags_for(example, "monobeast")
+    trains(savedir, *flags, "--use_lstm", module="monobeast")
+
+
+@pytest.mark.parametrize("example", ["minatar", "rnd"])  # NetHack's games are long.
+def test_a_trained_example_plays(example, savedir):
+    flags = flags_for(example, "monobeast")
+    trains(savedir, *flags, module="monobeast")
+    result = main(*flags, "--savedir", savedir, "--mode", "test",
+                  "--num_test_episodes", 1, "--sample_actions")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "episode 1: return" in result.stdout
+
+
+def test_environments_are_made_where_there_is_no_torch(example):
+    env = pair(documented(example)[1], "--env")[1]
+    program = (
+        "import sys; sys.modules['torch'] = None; "
+        "from torchbeast import environment as e; "
+        f"e.Environment(e.make({env!r}, 2)).initial(seed=0)"
+    )
     result = subprocess.run(
-        ["git", "apply", ROOT / f"examples/{example}/{example}.patch"],
-        cwd=tmp_path,
-        # Or git would leave alone what is outside a repository that it finds above.
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    return tmp_path
 
 
-def documented_flags(example):
-    """Those of the first command in the example's README."""
-    text = (ROOT / f"examples/{example}/README.md").read_text().replace("\\\n", " ")
-    commands = [x for x in text.splitlines() if x.startswith("python -m polybeast ")]
-    return shlex.split(commands[0])[3:]
+@pytest.mark.slow
+def test_minatar_breakout_is_learned_with_the_documented_command(tmp_path):
+    program, flags = documented("minatar")
+    learns(program, flags, 5, tmp_path)
 
 
-def definitions(path):
-    """{name: its code} of the top level, without imports."""
-    nodes = [
-        node
-        for node in ast.parse(path.read_text()).body
-        if not isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
-    return {getattr(node, "name", ast.dump(node)): ast.dump(node) for node in nodes}
+def test_the_time_limit_of_nethack_cuts_a_game_off_before_nle_ends_it():
+    import examples.nethack.env  # noqa: F401
+
+    env = gymnasium.make("torchbeast/NetHackScore-v0", disable_env_checker=True)
+    limit = env
+    while not isinstance(limit, gymnasium.wrappers.TimeLimit):
+        limit = limit.env
+    difference = env.unwrapped._max_episode_steps - limit._max_episode_steps
+    limit._max_episode_steps = 5  # Wherever the limit is: nobody dies so soon.
+    env.unwrapped._max_episode_steps = 5 + difference
+    env.reset()
+    search = list(env.unwrapped.actions).index(ord("s"))
+    ends = [env.step(search)[2:4] for _ in range(5)]
+    assert ends == 4 * [(False, False)] + [(False, True)]
+    observation, _, terminated, *_ = env.step(search)
+    assert terminated and not observation["blstats"].any()  # What the limit avoids.
+    env.close()
 
 
-def test_only_the_environment_and_the_network_differ(example, patched):
-    changed, added = set(), set()
-    for file in ROOT.glob("*.py"):
-        before, after = definitions(file), definitions(patched / file.name)
-        assert before.keys() <= after.keys()
-        added |= after.keys() - before.keys()
-        changed |= {(file.name, x) for x in before if before[x] != after[x]}
-    assert changed == {("polybeast_env.py", "create_env"), ("polybeast.py", "Net")}
-    assert added == ADDED[example]
+# Random Network Distillation.
 
 
+@pytest.mark.parametrize(("name", "same"), [("", False), ("SameMap-", True)])
+def test_the_maps_of_episodes_are_the_same_where_the_name_says_so(name, same):
+    env_id = f"examples.rnd.env:torchbeast/MiniGrid-{name}MultiRoom-N4-S5-v1"
+    env = environment.Environment(environment.make(env_id, 2))
+    first, second = (env.initial(seed)["observation"] for seed in (1, 2))
+    assert (first[0] == first[1]).all() == same
+    assert (first == second).all() == same
+    assert (first.sum((1, 2, 3)) == 7 * 7 * 3).all()  # One of each kind a cell.
+
+
+def test_the_agent_of_rnd_is_a_short_file():
+    assert len((ROOT / "examples/rnd/agent.py").read_text().splitlines()) < 80
+
+
+def test_rnd_logs_its_bonus_and_leaves_the_rewards_alone(savedir):
+    flags = flags_for("rnd", "monobeast")
+    rows = trains(savedir, *flags, "--bonus_weight", 1e6, module="monobeast")
+    assert all(float(row["predictor_error"]) > 0 for row in rows)
+    assert all(math.isfinite(float(row["bonus"])) for row in rows)
+    returns = [float(row["episode_return"]) for row in rows if row["episode_return"]]
+    assert all(-1 <= x <= 1 for x in returns)
+
+
+def test_a_resumed_run_of_rnd_goes_on_with_its_predictor(savedir):
+    flags = flags_for("rnd", "monobeast")
+    trains(savedir, *flags, module="monobeast")
+    first = load(savedir)["agent"]
+    trains(savedir, *flags, module="monobeast")  # There is nothing left to do.
+    second = load(savedir)["agent"]
+    trains(savedir, *flags, "--total_steps", 800, module="monobeast", steps=800)
+    third = load(savedir)["agent"]
+    for name, x in first["novelty"].items():
+        torch.testing.assert_close(second["novelty"][name], x, rtol=0, atol=0)
+        same = torch.equal(third["novelty"][name], x)
+        assert same == name.startswith("target."), name
+    steps = [x["adam"]["state"][0]["step"].item() for x in (first, second, third)]
+    assert steps == [10, 10, 20]
+    assert third["novelty"]["errors.num_batches_tracked"] == 20
+
+
+def test_what_was_seen_often_gets_a_smaller_bonus_than_what_is_new():
+    from examples.rnd.agent import Novelty
+
+    torch.manual_seed(0)
+    often, new = (torch.rand(50, 20) > 0.5).float(), (torch.rand(50, 20) > 0.5).float()
+    novelty = Novelty(gymnasium.spaces.MultiBinary(20))
+    optimizer = torch.optim.Adam(novelty.predictor.parameters(), 1e-3)
+    for _ in range(200):
+        errors, _ = novelty(often)
+        optimizer.zero_grad()
+        errors.mean().backward()
+        optimizer.step()
+    _, bonus = novelty(torch.cat([often, new]))
+    assert bonus[50:].min() > bonus[:50].max()
+
+
+# One new file.
+
+AUXILIARY_LOSS = """
+from torch import nn
+
+import polybeast
+
+
+def parser():
+    p = polybeast.parser()
+    p.add_argument("--prediction_cost", type=float, default=0.1)
+    return p
+
+
+class Net(polybeast.Net):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.prediction = nn.Linear(self.policy.in_features, 1)
+
+    def heads(self, x):
+        return {**super().heads(x), "prediction": self.prediction(x).squeeze(-1)}
+
+
+class Agent(polybeast.Agent):
+    def make_net(self, observation_space, action_space):
+        encoder = self.make_encoder(observation_space)
+        return Net(encoder, action_space, self.flags.use_lstm)
+
+    def loss(self, batch, outputs):
+        loss, statistics = super().loss(batch, outputs)
+        error = (outputs["prediction"][:-1] - batch["reward"][1:]).square().sum()
+        loss = loss + self.flags.prediction_cost * error
+        return loss, {**statistics, "prediction_loss": error}
+"""
+
+
+@both
 @pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
-def test_the_patched_program_trains(example, patched, lstm, tmp_path):
-    result = run(*documented_flags(example), *SHORT, *lstm, "--savedir", tmp_path,
-                 "--xpid", "x", module="polybeast", cwd=patched)  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    rows = read_logs(tmp_path / "x")
-    assert int(rows[-1]["step"]) == 400
-    assert all(math.isfinite(float(row["total_loss"])) for row in rows)
-
-
-@pytest.mark.parametrize("example", ["minatar"], indirect=True)
-def test_minatar_breakout_is_learned_with_the_documented_command(
-    example, patched, tmp_path
+def test_a_loss_with_its_flag_and_its_column_of_the_log_is_one_new_file(
+    lstm, module, tmp_path, savedir, monkeypatch
 ):
-    learns("polybeast", documented_flags(example), 5, tmp_path, cwd=patched)
+    (tmp_path / "auxiliary_loss.py").write_text(AUXILIARY_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--agent", "auxiliary_loss", "--env", "CartPole-v1", *SMALL[module]]
+    flags += [*SHORT, *lstm, "--prediction_cost", 0.5]
+    rows = trains(savedir, *flags, module=module)
+    assert all(float(row["prediction_loss"]) > 0 for row in rows)
+    assert "prediction.weight" in load(savedir)["agent"]["model"]
+
+
+def test_rnd_as_a_file_of_a_users_own_needs_no_other(tmp_path, savedir, monkeypatch):
+    text = (ROOT / "examples/rnd/agent.py").read_text()
+    (tmp_path / "my_rnd.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--agent", "my_rnd", "--env", "CartPole-v1", *SMALL["monobeast"], *SHORT]
+    assert "bonus" in trains(savedir, *flags, module="monobeast")[0]

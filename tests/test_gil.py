@@ -151,7 +151,7 @@ for _ in range(3):
 time.sleep(0.2)
 print("end")
 """,
-            torch=True,
+            torch=call == "compute",  # It takes seconds to load.
         )
     )
     assert (code, out, err) == (0, "end\n", "")
@@ -206,6 +206,7 @@ thread.join()
     assert int(out.split(":")[1]) < 40_000  # The largest outputs have 4 MB.
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_a_million_items():
     code, out, err = finish(
         start("""

@@ -1,4 +1,4 @@
-"""What both scripts do with a network: gradients in slices, precisions, weights."""
+"""What a learner does with a network: gradients in slices, precisions, weights."""
 
 import pathlib
 import threading
@@ -10,13 +10,11 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-import encoders
-import environment
-import learner
 import monobeast
 import polybeast
-from environment import map_structure
-from learner import PublishedWeights
+from torchbeast import devices, encoders, environment, gradients
+from torchbeast.environment import map_structure
+from torchbeast.learner import PublishedWeights
 
 CPU = torch.device("cpu")
 T, B = 5, 6
@@ -35,14 +33,15 @@ NUMBERS = spaces.Box(-1, 1, (4,))
 SMALL_IMAGE = spaces.Box(0, 255, (10, 5, 1), np.uint8)
 
 
-def learn(*args, prepare=lambda net: None, device="cpu"):
+def learn(*args, prepare=lambda agent: None, device="cpu"):
     """(statistics, gradients) of one update on random rollouts."""
-    flags = polybeast.parser().parse_args(["--net", "shallow", *args])
+    flags = polybeast.program_parser().parse_args(["--net", "shallow", *args])
     env = environment.Environment([Image()])
     torch.manual_seed(0)
-    net = polybeast.create_net(flags, env).to(device)
-    prepare(net)
-    optimizer, scheduler = learner.create_optimizer(flags, net)
+    agent = polybeast.Agent(flags, env.observation_space, env.action_space)
+    agent.net.to(device)
+    prepare(agent)
+    agent.start_learning(torch.device(device))
     step = map_structure(torch.as_tensor, env.initial(0))
     batch = map_structure(
         lambda x: x.new_zeros(T + 1, B, *x.shape[1:]).random_(0, 2), step
@@ -52,53 +51,78 @@ def learn(*args, prepare=lambda net: None, device="cpu"):
     batch["policy_logits"] = torch.randn(T, B, 3)
     batch["action"] = torch.randint(3, (T, B))
     batch["core_state"] = map_structure(
-        lambda x: torch.randn(x.shape), net.initial_state(B)
+        lambda x: torch.randn(x.shape), agent.initial_state(B)
     )
     batch = map_structure(lambda x: x.to(device), batch)
-    stats = polybeast.learn(flags, net, optimizer, scheduler, batch)
-    return stats, {name: p.grad for name, p in net.named_parameters()}
+    stats = agent.learn(batch)
+    assert stats.pop("learning_rate") > 0
+    return stats, {name: p.grad for name, p in agent.net.named_parameters()}
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
-@pytest.mark.parametrize(("rollouts", "num_threads"), [(1, 1), (4, 1), (1, 4), (20, 3)])
+@pytest.mark.parametrize("rollouts", [1, 4, 20])
 def test_the_gradients_of_slices_add_up_to_the_batchs(
-    reduction, lstm, rollouts, num_threads, monkeypatch
+    reduction, lstm, rollouts, monkeypatch
 ):
     args = ["--loss_reduction", reduction, "--grad_norm_clipping", "1e9", *lstm]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     whole = learn(*args)  # 36 observations.
-    size = rollouts * (T + 1) * 4 * 84 * 84
-    monkeypatch.setattr(learner, "SLICE_BYTES", size)
-    torch.set_num_threads(num_threads)
+    monkeypatch.setattr(gradients, "SLICE_BYTES", rollouts * (T + 1) * 4 * 84 * 84)
     sliced = learn(*args)
-    torch.set_num_threads(before)
     for one, other in zip(whole, sliced):
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("T", "B", "num_threads", "sizes"),
+    ("T", "B", "sizes"),
     [
-        (21, 4, 1, [4]),  # The default: one slice,
-        (21, 4, 2, [2, 2]),  # or one for each thread,
-        (6, 4, 2, [4]),  # unless they would be small.
-        (21, 32, 1, [4] * 8),
-        (21, 32, 3, [4] * 8),
-        (1000, 3, 2, [1, 1, 1]),
+        (21, 4, [4]),  # The default: one slice.
+        (21, 32, [4] * 8),
+        (21, 30, [4] * 7 + [2]),
+        (1000, 3, [1, 1, 1]),
     ],
 )
-def test_a_batch_is_cut_for_the_cache_and_for_the_threads(T, B, num_threads, sizes):
-    flags = polybeast.parser().parse_args([])
+def test_a_batch_is_cut_for_the_cache(T, B, sizes):
     batch = {
         "observation": torch.empty(T, B, 4, 84, 84, dtype=torch.uint8),
         "done": torch.zeros(T, B, dtype=torch.bool),
         "action": torch.zeros(T - 1, B, dtype=torch.int64),
     }
-    parts = list(learner.slices(flags, batch, num_threads))
-    assert [part["action"].shape[1] for part, _ in parts] == sizes
+    for reduction in ("sum", "mean"):
+        parts = list(gradients.slices(batch, reduction))
+        assert [part["action"].shape[1] for part, _ in parts] == sizes
+        weights = [float(weight) for _, weight in parts]
+        mean = [size / B for size in sizes]
+        expected = [1] * len(sizes) if reduction == "sum" else mean
+        assert weights == pytest.approx(expected)
+
+
+def test_forward_is_called_for_one_slice_after_the_other_and_once_for_each(
+    monkeypatch,
+):
+    """Else a running mean in a network would not be right."""
+    monkeypatch.setattr(gradients, "SLICE_BYTES", 2 * (T + 1) * 4 * 84 * 84)
+    entered, calls = [], []
+
+    def prepare(agent):
+        forward = agent.net.forward
+
+        def count(step, core_state):
+            assert not entered
+            entered.append(True)
+            calls.append(step["reward"].shape)
+            result = forward(step, core_state)
+            entered.pop()
+            return result
+
+        agent.net.forward = count
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)  # More cores do not make more calls.
+    learn(prepare=prepare)
+    torch.set_num_threads(before)
+    assert calls == [(T + 1, 2)] * 3
 
 
 def test_bfloat16_changes_losses_and_gradients_by_a_few_percent_at_most():
@@ -132,15 +156,11 @@ def test_numbers_beside_an_image_are_not_rounded():
     assert not torch.equal(got[0, numbers], got[1, numbers])
 
 
-def test_slices_in_bfloat16_at_the_same_time_compute_the_same(monkeypatch):
+def test_slices_in_bfloat16_compute_nearly_the_same(monkeypatch):
     args = ["--precision", "bfloat16", "--grad_norm_clipping", "1e9"]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     _, whole = learn(*args)
-    monkeypatch.setattr(learner, "SLICE_BYTES", (T + 1) * 4 * 84 * 84)
-    torch.set_num_threads(3)
+    monkeypatch.setattr(gradients, "SLICE_BYTES", (T + 1) * 4 * 84 * 84)
     _, sliced = learn(*args)
-    torch.set_num_threads(before)
     for name in whole:  # Each slice's gradients are rounded.
         assert (sliced[name] - whole[name]).norm() < 0.03 * whole[name].norm(), name
 
@@ -159,7 +179,7 @@ def test_slices_in_bfloat16_at_the_same_time_compute_the_same(monkeypatch):
 def test_the_default_is_bfloat16_for_images_where_all_devices_have_it(
     space, precision, monkeypatch
 ):
-    monkeypatch.setattr(encoders, "has_bfloat16", lambda device: device.type == "cuda")
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: device.type == "cuda")
     for script, args, expected in (
         (polybeast, [], precision),
         (polybeast, ["--actor_device", "cpu"], "float32"),
@@ -168,10 +188,10 @@ def test_the_default_is_bfloat16_for_images_where_all_devices_have_it(
         (polybeast, ["--precision", "bfloat16", "--actor_device", "cpu"], "bfloat16"),
         (monobeast, [], "float32"),  # Actors are on the CPU.
     ):
-        flags = script.parser().parse_args(["--learner_device", "cuda", *args])
+        flags = script.program_parser().parse_args(["--learner_device", "cuda", *args])
         if script is polybeast:
             flags.actor_device = flags.actor_device or "cuda"
-        encoders.choose_precision(flags, space)
+        devices.choose_precision(flags, space)
         assert flags.precision == expected
 
 
@@ -200,10 +220,10 @@ def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: capabilities, raising=False
     )
-    assert encoders.has_bfloat16(device) == expected
+    assert devices.has_bfloat16(device) == expected
     monkeypatch.setattr(torch.version, "hip", "6.0")
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not encoders.has_bfloat16(device)  # AMD's, and an older PyTorch's.
+    assert not devices.has_bfloat16(device)  # AMD's, and an older PyTorch's.
 
 
 @pytest.mark.skipif(
@@ -211,16 +231,17 @@ def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
 )
 def test_this_cpu_has_bfloat16_if_the_kernel_says_so():
     words = pathlib.Path("/proc/cpuinfo").read_text().split()
-    assert encoders.has_bfloat16(CPU) == ("amx_bf16" in words)
+    assert devices.has_bfloat16(CPU) == ("amx_bf16" in words)
 
 
+@pytest.mark.slow
 def test_a_compiled_network_learns_the_same():
     stats, gradients = learn()
     compiled = []
 
-    def compile(net):
-        net.compile()
-        compiled.append(net)
+    def compile(agent):
+        agent.net.compile()
+        compiled.append(agent.net)
 
     compiled_stats, compiled_gradients = learn(prepare=compile)
     assert compiled[0]._compiled_call_impl is not None

@@ -1,11 +1,12 @@
 """Does it learn? One ability each, to a known return, through the real program."""
 
+import itertools
 import signal
 import time
 
 import pytest
 
-from tests.programs import ROOT, Program, read_logs, run
+from tests.programs import ROOT, Program, main, read_logs
 
 # Environment, flags, the return to reach, steps to reach it in: several times as many
 # as are needed mostly, as it is chance when a run finds out what pays.
@@ -16,8 +17,14 @@ ABILITIES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["actors", "serial", "servers"])
-@pytest.mark.parametrize("ability", ABILITIES)
+QUICK = [("catch", "servers"), ("memory", "serial")]
+RUNS = [
+    pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow, id="-".join(run))
+    for run in itertools.product(ABILITIES, ("actors", "serial", "servers"))
+]
+
+
+@pytest.mark.parametrize(("ability", "mode"), RUNS)
 def test_learns(ability, mode, tmp_path):
     env, args, goal, steps = ABILITIES[ability]
     if mode == "serial":
@@ -27,6 +34,7 @@ def test_learns(ability, mode, tmp_path):
     learns(module, args, goal, tmp_path)
 
 
+@pytest.mark.slow
 def test_learns_from_an_image(tmp_path):
     env = "tests.envs:torchbeast/CatchPixels-v0"
     args = ["--env", env, "--total_steps", 300_000, "--seed", 1]
@@ -66,10 +74,11 @@ def last_return(directory):
     return -float("inf")
 
 
+@pytest.mark.slow
 def test_memory_cannot_be_solved_without_a_recurrent_network(tmp_path):
     env = ABILITIES["memory"][0]
-    result = run("--env", env, "--total_steps", 60_000, "--num_actors", 0,
-                 "--savedir", tmp_path, "--xpid", "x")  # fmt: skip
+    result = main("--env", env, "--total_steps", 60_000, "--num_actors", 0,
+                  "--savedir", tmp_path, "--xpid", "x")  # fmt: skip
     assert result.returncode == 0, result.stderr
     rows = [row for row in read_logs(tmp_path / "x") if row["episode_return"]]
     assert all(float(row["episode_return"]) < 0.6 for row in rows)

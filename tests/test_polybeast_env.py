@@ -1,6 +1,8 @@
 """Environment servers, driven as programs, over gRPC, by a client written in Python."""
 
+import contextlib
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,11 +15,14 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import polybeast_env
-import torchbeast_pb2 as pb
-from command_line import SIGNALS
-from environment import BadInput, Environment, leaves, make
 from tests import fuzz_requests
 from tests.programs import ROOT, Program, run
+from torchbeast import protocol
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.environment import BadInput, Environment, leaves, make
+from torchbeast.process import SIGNALS
+from torchbeast.server import MAX_STREAMS, EnvironmentServer
+from torchbeast.servers import count_up
 
 COUNTER = "tests.envs:torchbeast/Counter-v0"
 NESTED = "tests.faulty_envs:Nested-v0"
@@ -34,9 +39,12 @@ DTYPES = {
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Of those that the system does not give to clients, so it stays free."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def servers(*args, env=COUNTER):
@@ -58,11 +66,11 @@ class Client:
     """One stream."""
 
     def __init__(
-        self, address, version=polybeast_env.PROTOCOL_VERSION, seed=7, compression=None
+        self, address, version=protocol.PROTOCOL_VERSION, seed=7, compression=None
     ):
         self.channel = grpc.insecure_channel(address, compression=compression)
         call = self.channel.stream_stream(
-            f"/{polybeast_env.SERVICE}/Stream",
+            f"/{protocol.SERVICE}/Stream",
             request_serializer=lambda x: (
                 x if type(x) is bytes else x.SerializeToString()
             ),
@@ -101,7 +109,7 @@ def test_a_step_is_encoded_as_protobuf_does_it():
     step = {"none": np.zeros((0, 3)), "some": arrays, "number": np.float32(3)}
     data = [np.asarray(x).tobytes() for x in (step["none"], *arrays, step["number"])]
     expected = pb.Response(step=pb.Arrays(data=data))
-    assert polybeast_env.encode_step(step) == expected.SerializeToString()
+    assert protocol.encode_step(step) == expected.SerializeToString()
 
 
 @pytest.mark.parametrize("env", [COUNTER, NESTED, "CartPole-v1"])
@@ -145,7 +153,7 @@ def test_a_server_has_so_many_streams_and_no_more(tmp_path):
     address = f"unix:{tmp_path}/socket"
     flags = ["--num_servers", 1, "--envs_per_server", 1, "--address", address]
     with servers(*flags):
-        clients = [Client(address) for _ in range(polybeast_env.MAX_STREAMS)]
+        clients = [Client(address) for _ in range(MAX_STREAMS)]
         for client in clients:
             client.welcome()
         one_more = Client(address)
@@ -164,6 +172,7 @@ def refusal(client, call):
     return e.value
 
 
+@pytest.mark.survives("other-version")
 def test_another_version_of_the_protocol_is_refused_with_both_versions(counter):
     client = Client(counter, version=99)
     error = refusal(client, client.welcome)
@@ -208,9 +217,7 @@ def test_actions_that_are_none_end_the_stream_and_not_the_server(
 def test_a_message_larger_than_any_action_is_not_read(counter):
     client = Client(counter)
     client.welcome()
-    request = pb.Request(
-        action=pb.Arrays(data=[bytes(polybeast_env.MAX_REQUEST_BYTES)])
-    )
+    request = pb.Request(action=pb.Arrays(data=[bytes(protocol.MAX_REQUEST_BYTES)]))
     error = refusal(client, lambda: client.send(request))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in error.details()
@@ -227,9 +234,9 @@ def test_compressed_messages_are_refused(counter):
 @pytest.mark.parametrize("seed", [-1, 2**31 - 1, 2**63 - 1])
 def test_any_number_is_a_seed(env, seed):
     flags = polybeast_env.parser().parse_args(["--env", env, "--envs_per_server", "2"])
-    hello = pb.Hello(version=polybeast_env.PROTOCOL_VERSION, seed=seed)
+    hello = pb.Hello(version=protocol.PROTOCOL_VERSION, seed=seed)
     requests = [pb.Request(hello=hello).SerializeToString()]
-    server = polybeast_env.EnvironmentServer(flags)
+    server = EnvironmentServer(polybeast_env.create_env, flags)
     [response] = server.stream(iter(requests), fuzz_requests.Context())
     assert pb.Response.FromString(response).welcome.num_envs == 2
 
@@ -238,9 +245,10 @@ def test_a_step_that_is_too_large_is_refused_by_name():
     with pytest.raises(
         ValueError, match="a step has 300000000 bytes, expected at most"
     ):
-        polybeast_env.encode_spec({"x": np.broadcast_to(np.uint8(0), (300_000_000,))})
+        protocol.encode_spec({"x": np.broadcast_to(np.uint8(0), (300_000_000,))})
 
 
+@pytest.mark.survives("garbage")
 def test_whatever_learners_send_is_answered_or_refused():
     ends, _ = fuzz_requests.fuzz(seed=1, num_streams=2000)
     assert ends.keys() == {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
@@ -264,6 +272,7 @@ def test_what_an_environment_raises_ends_its_stream_in_its_own_words(tmp_path):
             assert "tests/faulty_envs.py" in error.details()
 
 
+@pytest.mark.survives("garbage")
 def test_garbage_sent_to_the_port_does_no_harm(counter):
     host, port = counter.split(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):
@@ -277,7 +286,7 @@ def test_garbage_sent_to_the_port_does_no_harm(counter):
 def test_health_is_told_by_the_standard_protocol(counter):
     with grpc.insecure_channel(counter) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        for service in ("", polybeast_env.SERVICE):
+        for service in ("", protocol.SERVICE):
             answer = check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -300,6 +309,7 @@ def test_servers_end_with_their_parent(tmp_path):
         assert program.end() == -signal.SIGKILL  # Asserts that no process is left.
 
 
+@pytest.mark.survives("server-killed")
 def test_a_killed_server_is_started_again(tmp_path):
     address = f"unix:{tmp_path}/socket"
     with servers("--num_servers", 1, "--address", address) as program:
@@ -314,13 +324,13 @@ def test_a_killed_server_is_started_again(tmp_path):
 
 
 def test_addresses_count_up():
-    assert polybeast_env.addresses("h:50", 3) == ["h:50", "h:51", "h:52"]
-    assert polybeast_env.addresses("[::1]:50", 1) == ["[::1]:50"]
-    assert polybeast_env.addresses("unix:/a", 1) == ["unix:/a"]
-    assert polybeast_env.addresses("unix:/a", 2) == ["unix:/a.0", "unix:/a.1"]
+    assert count_up("h:50", 3) == ["h:50", "h:51", "h:52"]
+    assert count_up("[::1]:50", 1) == ["[::1]:50"]
+    assert count_up("unix:/a", 1) == ["unix:/a"]
+    assert count_up("unix:/a", 2) == ["unix:/a.0", "unix:/a.1"]
     for bad in ("", "h", "h:", ":1", "h:x", "h:0", "h:65535", "unix:"):
         with pytest.raises(BadInput, match="expected"):
-            polybeast_env.addresses(bad, 2)
+            count_up(bad, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
-import polybeast
 import polybeast_env
-import torchbeast_pb2 as pb
 from tests.programs import (
     Program,
     hosts,
+    main,
     read_logs,
+    refusal,
     rollouts,
     step,
     wait_for_steps,
@@ -26,6 +26,9 @@ from tests.programs import (
 from tests.test_actor_pool import Learner
 from tests.test_polybeast import directories
 from tests.test_polybeast_env import READY, free_port
+from torchbeast import protocol
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.server import EnvironmentServer
 
 CARTPOLE = "CartPole-v1"
 
@@ -38,18 +41,28 @@ def serve(address, *args, env=CARTPOLE, num_envs=2, num_servers=1, host=None):
     return program
 
 
-def learn(savedir, addresses, *args, env=CARTPOLE):
+def flags_of(savedir, addresses, *args, env=CARTPOLE):
+    return ("--env", env, "--server_addresses", addresses, "--savedir", savedir,
+            "--xpid", "x", "--log_interval_steps", 80, *args)  # fmt: skip
+
+
+def learn(savedir, addresses, *args, **kwargs):
     """PolyBeast, run "x"."""
-    return Program("--env", env, "--server_addresses", addresses, "--savedir", savedir,
-                   "--xpid", "x", "--log_interval_steps", 80, *args,
-                   module="polybeast")  # fmt: skip
+    return Program(*flags_of(savedir, addresses, *args, **kwargs), module="polybeast")
 
 
-def delivered_and_learned(learner):
-    counts = rollouts(learner)
+def learned(savedir, addresses, *args, **kwargs):
+    """The same in this process, to its end."""
+    return main(*flags_of(savedir, addresses, *args, **kwargs), module="polybeast")
+
+
+def delivered_and_learned(output):
+    counts = rollouts(output)
     return counts["delivered"], counts["learned from"]
 
 
+@pytest.mark.slow
+@pytest.mark.survives("host-vanishes")
 def test_all_hosts_vanish_without_a_word_and_come_back(tmp_path):
     with (
         hosts(2) as (one, two),
@@ -77,6 +90,7 @@ def test_all_hosts_vanish_without_a_word_and_come_back(tmp_path):
             server.wait_for("disconnected")
 
 
+@pytest.mark.survives("server-killed")
 def test_a_killed_server_and_its_return_are_logged_and_training_never_stops(tmp_path):
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with serve(one), learn(tmp_path, f"{one},{two},{two}") as learner:
@@ -92,31 +106,33 @@ def test_a_killed_server_and_its_return_are_logged_and_training_never_stops(tmp_
             wait_for_steps(tmp_path, 1000)
             learner.signal(signal.SIGINT)
             assert learner.end() == 130
-        _, learned = delivered_and_learned(learner)
+        _, learned = delivered_and_learned(learner.output)
         assert learned == step(tmp_path) / 20
     assert f"{one}: no stream" not in learner.output
 
 
+@pytest.mark.survives("environment-raises")
 def test_what_is_delivered_is_learned_from_whatever_environments_raise(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     env = "tests.faulty_envs:Raises-v0"  # After 300 steps.
     with serve(address, env=env, num_envs=3) as server:
-        with learn(tmp_path, f"{address},{address}", "--total_steps", 20001,
-                   env=env) as learner:  # fmt: skip
-            assert learner.end() == 0
+        flags = ("--total_steps", 8001)
+        learner = learned(tmp_path, f"{address},{address}", *flags, env=env)
+        assert learner.returncode == 0, learner.stderr
         server.signal(signal.SIGTERM)
         assert server.end() == 128 + signal.SIGTERM
-    assert step(tmp_path) == 20080  # Whole batches of 4 times 20.
-    assert delivered_and_learned(learner) == (1004, 1004)
+    assert step(tmp_path) == 8080  # Whole batches of 4 times 20.
+    assert delivered_and_learned(learner.stderr) == (404, 404)
     # Resets included, 320 steps of 3 environments come through each stream.
     raised = server.output.count("RuntimeError: the ball went through the floor")
-    assert raised >= 20080 // (320 * 3) - 2
-    lines = [line for line in learner.output.splitlines() if "no stream" in line]
+    assert raised >= 8080 // (320 * 3) - 2
+    lines = [line for line in learner.stderr.splitlines() if "no stream" in line]
     assert 2 <= len(lines) < raised  # It does not flood.
     for line in lines:
         assert line.endswith("RuntimeError: the ball went through the floor")
 
 
+@pytest.mark.survives("environment-slow")
 def test_a_slow_server_costs_its_share_and_no_more(tmp_path):
     ports = [free_port() for _ in range(4)]
     quick, slow = "tests.faulty_envs:Quick-v0", "tests.faulty_envs:Slow-v0"
@@ -129,33 +145,34 @@ def test_a_slow_server_costs_its_share_and_no_more(tmp_path):
         ]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
         args = ["--total_steps", 5000, "--batch_size", 2]
-        learner = learn(tmp_path, addresses, *args, env=quick)
-        with learner:
-            assert learner.end() == 0
+        learner = learned(tmp_path, addresses, *args, env=quick)
+        assert learner.returncode == 0, learner.stderr
         ends = [server.wait_for("disconnected after") for server in servers]
     steps = [
         int(re.search(r"after ([\d,]+) steps", e)[1].replace(",", "")) for e in ends
     ]
-    assert delivered_and_learned(learner) == (250, 250)
+    assert delivered_and_learned(learner.stderr) == (250, 250)
     slow, *quick = steps
     # In step with each other they would all have done the same.
     assert 0 < slow < min(quick) / 3, steps
     assert min(quick) > 0.7 * max(quick), steps
 
 
+@pytest.mark.survives("environment-hangs")
 def test_a_server_stuck_in_its_environment_is_restarted_after_the_time_out(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     args = ["--env_timeout_seconds", 1]
     env = "tests.faulty_envs:Stuck-v0"  # After 300 steps.
     with serve(address, *args, env=env, num_envs=1) as server:
         args = ["--total_steps", 800, "--batch_size", 1]
-        with learn(tmp_path, address, *args, env=env) as learner:
-            assert learner.end() == 0
+        learner = learned(tmp_path, address, *args, env=env)
+        assert learner.returncode == 0, learner.stderr
         for text in (f"{env} at {address} did not answer for 1 s", "started again"):
             assert text in server.output + server.wait_for(text)
-    assert delivered_and_learned(learner) == (40, 40)
+    assert delivered_and_learned(learner.stderr) == (40, 40)
 
 
+@pytest.mark.survives("hosts-join-and-leave")
 def test_servers_are_added_and_removed_by_a_file(tmp_path):
     one, two, three = (f"127.0.0.1:{free_port()}" for _ in range(3))
     path = tmp_path / "hosts.txt"
@@ -195,6 +212,7 @@ def test_servers_are_added_and_removed_by_a_file(tmp_path):
     assert "no stream" not in learner.output
 
 
+@pytest.mark.survives("bad-address-file")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -204,42 +222,39 @@ def test_servers_are_added_and_removed_by_a_file(tmp_path):
         (b"\xff\xfe", "can't decode byte"),
     ],
 )
-def test_a_file_without_addresses_is_one_line(content, message, tmp_path, capfd):
+def test_a_file_without_addresses_is_one_line(content, message, tmp_path):
     path = tmp_path / "hosts.txt"
     if content is not None:
         path.write_bytes(content)
-    args = ["--server_addresses", f"@{path}", "--savedir", str(tmp_path / "savedir")]
-    with pytest.raises(SystemExit) as exit:
-        polybeast.main(["--env", CARTPOLE, *args])
-    assert exit.value.code == 2
-    [line] = capfd.readouterr().err.splitlines()
+    flags = ("--server_addresses", f"@{path}", "--savedir", tmp_path / "savedir")
+    line = refusal("--env", CARTPOLE, *flags, module="polybeast")
     assert f"--server_addresses @{path}" in line and message in line
     assert not (tmp_path / "savedir").exists()
 
 
+@pytest.mark.survives("learner-killed")
 def test_a_killed_learner_leaves_nothing_behind_and_resumes(tmp_path):
     args = ["--env", CARTPOLE, "--num_servers", 2, "--envs_per_server", 2,
-            "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 200,
+            "--savedir", tmp_path, "--xpid", "x", "--log_interval_steps", 80,
             "--checkpoint_interval_seconds", 0.1]  # fmt: skip
     before = directories()
     with Program(*args, module="polybeast") as learner:
-        wait_for_steps(tmp_path, 2000)
+        wait_for_steps(tmp_path, 600)
         assert directories() - before
         learner.signal(signal.SIGKILL)
         assert learner.end() == -signal.SIGKILL  # Asserts that no process is left.
     assert directories() == before
-    args += ["--total_steps", step(tmp_path) + 2000]
-    with Program(*args, module="polybeast") as learner:
-        line = learner.wait_for("resuming")
-        resumed_at = int(re.search(r"at step (\d+)", line)[1])
-        assert learner.end() == 0
-    assert 0 < resumed_at <= step(tmp_path) - 2000
+    args += ["--total_steps", step(tmp_path) + 600]
+    learner = main(*args, module="polybeast")
+    assert learner.returncode == 0, learner.stderr
+    resumed_at = int(re.search(r"resuming.* at step (\d+)", learner.stderr)[1])
+    assert 0 < resumed_at <= step(tmp_path) - 600
     expected = (step(tmp_path) - resumed_at) / 20
-    assert delivered_and_learned(learner) == (expected, expected)
+    assert delivered_and_learned(learner.stderr) == (expected, expected)
     # There is nothing left to do, and nothing is done.
-    with Program(*args, module="polybeast") as learner:
-        assert learner.end() == 0
-    assert delivered_and_learned(learner) == (0, 0)
+    learner = main(*args, module="polybeast")
+    assert learner.returncode == 0, learner.stderr
+    assert delivered_and_learned(learner.stderr) == (0, 0)
 
 
 # Garbage.
@@ -286,7 +301,7 @@ class FakeGrpcServer:
         self.server.add_generic_rpc_handlers(
             [
                 grpc.method_handlers_generic_handler(
-                    polybeast_env.SERVICE, {"Stream": handler}
+                    protocol.SERVICE, {"Stream": handler}
                 )
             ]
         )
@@ -307,9 +322,9 @@ def cartpoles_first_response():
     flags = polybeast_env.parser().parse_args(["--env", CARTPOLE])
     env = polybeast_env.create_env(flags, 2)
     first = env.initial(1)
-    welcome = polybeast_env.EnvironmentServer(flags)._welcome(env, first)
+    welcome = EnvironmentServer(polybeast_env.create_env, flags)._welcome(env, first)
     welcome = pb.Response(welcome=welcome).SerializeToString()
-    return pb.Response.FromString(welcome + polybeast_env.encode_step(first))
+    return pb.Response.FromString(welcome + protocol.encode_step(first))
 
 
 def changed(message, change):
@@ -412,6 +427,7 @@ def wrong_answers():
     ]
 
 
+@pytest.mark.survives("garbage")
 def test_garbage_harms_neither_the_learner_nor_the_server(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     port = int(address.rpartition(":")[2])
@@ -469,12 +485,14 @@ def rss_mb(pid):
         return int(f.read().split()[1]) * 4096 / 2**20
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_a_million_steps(tmp_path):
     args = ["--num_servers", 2, "--envs_per_server", 16, "--unroll_length", 80,
             "--batch_size", 4, "--total_steps", 10**6, "--savedir", tmp_path,
             "--xpid", "x"]  # fmt: skip
     env = "tests.envs:torchbeast/Mock-v0"
-    with Program("--env", env, *args, module="benchmarks.mock") as learner:
+    args += ["--agent", "benchmarks.mock", "--env", env]
+    with Program(*args, module="polybeast") as learner:
         wait_for_steps(tmp_path, 200_000)
         pids = learner.workers()
         servers = {pid: rss_mb(pid) for pid in pids}
@@ -483,7 +501,7 @@ def test_memory_is_flat_over_a_million_steps(tmp_path):
         for pid, before in servers.items():
             assert rss_mb(pid) < before + 16
         assert learner.end() == 0
-    assert delivered_and_learned(learner) == (12500, 12500)
+    assert delivered_and_learned(learner.output) == (12500, 12500)
     rows = [row for row in read_logs(tmp_path / "x") if int(row["step"]) > 200_000]
     growth = float(rows[-1]["rss_mb"]) - float(rows[0]["rss_mb"])
     # A batch has 9 MB; how many there are at a time differs. 800,000 steps: 100 bytes

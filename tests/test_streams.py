@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-import command_line
-import streams
-from environment import BadInput
+from torchbeast import process, streams
+from torchbeast.environment import BadInput
 
 
 class Pool:
@@ -96,6 +95,7 @@ def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
     assert pool.streams[0]["address"] == "c:1"  # More of it: the first one stays.
 
 
+@pytest.mark.survives("bad-address-file")
 def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, lines):
     path = tmp_path / "hosts"
     pool = Pool("a:1")
@@ -110,6 +110,7 @@ def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, 
         path.unlink()
 
 
+@pytest.mark.survives("bad-address-file")
 def test_a_file_with_another_host_changes_nothing_without_tls(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("localhost:1\nhostA:1")
@@ -133,10 +134,11 @@ def test_what_is_no_address_is_refused(text):
         streams.parse(text)
 
 
+@pytest.mark.survives("bad-address-file")
 def test_a_file_of_too_many_addresses_changes_nothing(tmp_path, lines, monkeypatch):
     path = tmp_path / "hosts"
     path.write_text(1000 * "a:1\n")
-    monkeypatch.setattr(command_line.resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(process.resource, "getrlimit", lambda _: (1024, 4096))
     pool = Pool("a:1")
     streams.Streams(pool, flags(f"@{path}")).check()
     assert pool.addresses() == ["a:1"]

@@ -4,56 +4,42 @@ import argparse
 import contextlib
 import pathlib
 import re
-import shutil
 import signal
 import socket
-import stat
-import subprocess
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import polybeast
-import polybeast_env
-import tls
-from environment import BadInput
-from tests.programs import Program, run
+from tests import certificates
+from tests.programs import refusal
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import (
     CARTPOLE,
     FakeGrpcServer,
     learn,
+    learned,
     serve,
     wait_for_steps,
 )
+from torchbeast import tls
+from torchbeast.environment import BadInput
 
 OTHER_HOSTS = "expected --tls_cert, --tls_key and --tls_ca, or --insecure"
 
 
-def expire(ca, path, extensions):
-    """A directory like path, but its certificate has expired."""
-    result = shutil.copytree(path, f"{path}-expired")
-    (ca / "extensions").write_text(extensions)
-    request = ["openssl", "req", "-new", "-subj", "/CN=x", "-key", path / "key.pem"]
-    sign = ["openssl", "x509", "-req", "-days", "-1", "-CA", ca / "ca.pem", "-CAkey",
-            ca / "ca.key", "-CAcreateserial", "-extfile", ca / "extensions",
-            "-out", pathlib.Path(result, "cert.pem")]  # fmt: skip
-    request = subprocess.run(request, check=True, capture_output=True).stdout
-    subprocess.run(sign, input=request, check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory):
-    """What `python -m tls` makes: ours, and the others', who are not trusted."""
+    """ours, and the others', who are not trusted."""
     path = tmp_path_factory.mktemp("certs")
-    for ca in (path / "ours", path / "others"):
-        result = run(ca, "127.0.0.1,localhost", "elsewhere", module="tls")
-        assert result.returncode == 0, result.stderr
-    ours, host = path / "ours", path / "ours/hosts/127.0.0.1"
-    names = "subjectAltName = IP:127.0.0.1"
-    expire(ours, host, f"extendedKeyUsage = serverAuth\n{names}")
-    expire(ours, ours / "learner", "extendedKeyUsage = clientAuth")
+    ours, others = path / "ours", path / "others"
+    certificates.make(ours, "127.0.0.1", "elsewhere")
+    certificates.make(others, "127.0.0.1")
+    for name, extensions in (
+        ("hosts/127.0.0.1", certificates.server_extensions("127.0.0.1")),
+        ("learner", "extendedKeyUsage=clientAuth"),
+    ):
+        certificates.sign(ours, ours / f"{name}-expired", extensions, days=-1)
     return path
 
 
@@ -68,84 +54,6 @@ def args(path, **others):
 
 
 # Certificates.
-
-
-def mode(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_private_keys_are_private(certs):
-    assert mode(certs / "ours") == 0o700
-    keys = [certs / "ours/ca.key", *certs.glob("ours/**/key.pem")]
-    assert len(keys) >= 4
-    assert {mode(key) for key in keys} == {0o600}
-
-
-def test_it_is_told_what_goes_where_and_a_ca_is_never_replaced(tmp_path):
-    directory = tmp_path / "certs"
-    result = run(directory, "hostA", "10.0.0.2,hostB", module="tls")
-    assert result.returncode == 0, result.stderr
-    for path, host in [
-        ("learner", "learner"),
-        ("hosts/hostA", "hostA"),
-        ("hosts/10.0.0.2", "10.0.0.2"),
-    ]:
-        assert f"{directory}/{path}/ goes to {host}\n" in result.stdout
-        names = sorted(p.name for p in (directory / path).iterdir())
-        assert names == ["ca.pem", "cert.pem", "key.pem"]
-    assert f"{directory}/ca.key stays here" in result.stdout
-    before = {p: p.read_bytes() for p in directory.glob("**/*.*") if p.is_file()}
-    assert len(before) == 2 + 3 * 3
-    # The same command again, with one host more.
-    result = run(directory, "hostA", "hostC", module="tls")
-    assert result.returncode == 0, result.stderr
-    assert {p: p.read_bytes() for p in before} == before
-    for host, there in (("hostA", True), ("hostC", False)):
-        assert f"hosts/{host}/ goes to {host}" in result.stdout
-        assert (f"{host}, unchanged" in result.stdout) == there
-    host = directory / "hosts/hostC"
-    tls.load(argparse.Namespace(**files(host), insecure=False), "server")
-    # What is not whole is made anew.
-    (host / "key.pem").unlink()
-    assert run(directory, "hostC", module="tls").returncode == 0
-    tls.load(argparse.Namespace(**files(host), insecure=False), "server")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["certs"], "HOST"),
-        (["certs", "a/b"], "a/b: expected a host's name or IP"),
-        (["certs", "a,"], ": expected a host's name or IP"),
-        (["certs", ".."], "..: expected a host's name or IP"),
-        (["certs", "fe80::1%eth0"], "fe80::1%eth0: expected a host's name or IP"),
-        (["certs", "a", "a,b"], "a comes twice"),
-        (["file", "a"], "file has no ca.pem and ca.key"),
-        ([".", "a"], ". has no ca.pem and ca.key"),
-        (["file/certs", "a"], "file/certs: Not a directory"),
-    ],
-)
-def test_certificates_that_cannot_be_made_are_one_line(
-    arguments, message, tmp_path, monkeypatch, capfd
-):
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("file").touch()
-    with pytest.raises(SystemExit) as exit:
-        tls.main(arguments)
-    assert exit.value.code == 2
-    [line] = capfd.readouterr().err.splitlines()
-    assert message in line
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_without_openssl_that_is_said_and_nothing_is_left(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit) as exit:
-        tls.main([str(tmp_path / "certs"), "a"])
-    assert exit.value.code == 2
-    [line] = capfd.readouterr().err.splitlines()
-    assert "openssl is not installed" in line
-    assert list(tmp_path.iterdir()) == []
 
 
 def bad_files(certs):
@@ -183,11 +91,10 @@ def test_bad_files_are_told_by_their_names(certs):
 
 
 @pytest.mark.parametrize("module", ["polybeast_env", "polybeast"])
-def test_bad_files_end_the_programs_with_one_line(module, certs, tmp_path):
+def test_bad_files_end_the_programs_with_one_line(module, certs):
     path = certs / "ours/hosts/127.0.0.1"
-    result = run("--env", CARTPOLE, *args(path, tls_key="/dev/null"), module=module)
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
+    flags = args(path, tls_key="/dev/null")
+    line = refusal("--env", CARTPOLE, *flags, module=module)
     assert f"{module}: error: --tls_key /dev/null: expected the private key" in line
 
 
@@ -227,24 +134,22 @@ def test_only_sockets_and_loopback_addresses_are_of_this_host(address, local):
 
 @pytest.mark.parametrize("address", ["0.0.0.0:50051", "[::]:50051", "hostA:50051"])
 def test_other_hosts_without_tls_are_refused_before_anything_is_started(
-    address, tmp_path, capfd
+    address, tmp_path
 ):
     (tmp_path / "hosts").write_text(f"localhost:1\n{address}")
     savedir = tmp_path / "savedir"
-    learner = ["--savedir", str(savedir), "--server_addresses"]
+    learner = ["--savedir", savedir, "--server_addresses"]
     for module, flags in [
-        (polybeast_env, ["--address", address]),
-        (polybeast, [*learner, f"localhost:1,{address}"]),
-        (polybeast, [*learner, f"@{tmp_path / 'hosts'}"]),
+        ("polybeast_env", ["--address", address]),
+        ("polybeast", [*learner, f"localhost:1,{address}"]),
+        ("polybeast", [*learner, f"@{tmp_path / 'hosts'}"]),
     ]:
-        with pytest.raises(SystemExit) as exit:
-            module.main(["--env", CARTPOLE, *flags])
-        assert exit.value.code == 2
-        [line] = capfd.readouterr().err.splitlines()
+        line = refusal("--env", CARTPOLE, *flags, module=module)
         assert line.endswith(f"{address} is not of this host only: {OTHER_HOSTS}")
     assert not savedir.exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_brings_no_other_host_in(tmp_path):
     local = f"127.0.0.1:{free_port()}"
     path = tmp_path / "hosts.txt"
@@ -272,23 +177,12 @@ def test_a_file_that_changes_brings_no_other_host_in(tmp_path):
 def test_insecure_serves_other_hosts_and_warns_in_one_line(tmp_path):
     address = f"0.0.0.0:{free_port()}"
     with serve(address, "--insecure") as server:
-        with learn(tmp_path, address, "--insecure", "--total_steps", 400) as learner:
-            assert learner.end() == 0
+        result = learned(tmp_path, address, "--insecure", "--total_steps", 400)
+        assert result.returncode == 0, result.stderr
         server.signal(signal.SIGINT)
         assert server.end() == 130
-    for program in (server, learner):
-        assert program.output.count(tls.INSECURE) == 1
-
-
-def test_local_sockets_are_private(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with Program("--env", CARTPOLE, "--num_servers", 1, "--savedir", tmp_path / "x",
-                 module="polybeast") as program:  # fmt: skip
-        program.wait_for("1 streams")
-        [socket_] = filter(pathlib.Path.is_socket, tmp_path.glob("torchbeast-*/*"))
-        assert mode(socket_.parent) == 0o700
-        program.signal(signal.SIGINT)
-        assert program.end() == 130
+    for output in (server.output, result.stderr):
+        assert output.count(tls.INSECURE) == 1
 
 
 # TLS.
@@ -309,6 +203,7 @@ def health(address, credentials=None):
         return check(health_pb2.HealthCheckRequest(), timeout=10).status
 
 
+@pytest.mark.survives("no-certificate")
 def test_learners_train_over_tls_and_nobody_else_is_let_in(certs, tmp_path):
     ours, others = certs / "ours", certs / "others"
     address = f"127.0.0.1:{free_port()}"
@@ -341,6 +236,7 @@ def test_learners_train_over_tls_and_nobody_else_is_let_in(certs, tmp_path):
     assert "no stream" not in learner.output
 
 
+@pytest.mark.survives("no-certificate")
 def test_the_learner_says_why_it_does_not_connect_and_trains_with_the_others(
     certs, tmp_path
 ):
@@ -389,16 +285,16 @@ def test_the_learner_says_why_it_does_not_connect_and_trains_with_the_others(
     assert all(line.startswith("[") for line in lines), lines  # And not gRPC's own.
 
 
+@pytest.mark.survives("no-certificate")
 def test_a_learner_without_tls_is_told_that_the_server_may_expect_it(certs, tmp_path):
     address = f"127.0.0.1:{free_port()}"
-    with (
-        serve(address, *args(certs / "ours/hosts/127.0.0.1")),
-        learn(tmp_path, address, "--connect_timeout_seconds", 2) as learner,
-    ):
-        assert learner.end() == 1
-    assert f"{address}: the server hangs up: does it expect TLS?" in learner.output
+    with serve(address, *args(certs / "ours/hosts/127.0.0.1")):
+        result = learned(tmp_path, address, "--connect_timeout_seconds", 2)
+    assert result.returncode == 1
+    assert f"{address}: the server hangs up: does it expect TLS?" in result.stderr
 
 
+@pytest.mark.survives("silent-connection")
 def test_who_connects_and_says_nothing_is_hung_up_on(certs):
     plain, secure = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with (

@@ -22,7 +22,7 @@ inline constexpr DType kInt32{DType::kInt, 32};
 
 // An int32 array of this shape whose elements are first, first + 1, ...
 inline Array count_up(const Dims& shape, int32_t first = 0) {
-  const Array array = allocate_array(recycling_allocator(), kInt32, shape);
+  const Array array = allocate_array(heap_memory, kInt32, shape);
   auto* elements = reinterpret_cast<int32_t*>(array.data.get());
   for (int64_t i = 0; i < shape.product(); ++i) {
     elements[i] = first + static_cast<int32_t>(i);
@@ -32,7 +32,7 @@ inline Array count_up(const Dims& shape, int32_t first = 0) {
 
 // The elements of an int32 array of any strides, in row-major order.
 inline std::vector<int32_t> elements(const Array& array) {
-  const Array packed = allocate_array(recycling_allocator(), array.dtype, array.shape);
+  const Array packed = allocate_array(heap_memory, array.dtype, array.shape);
   copy(array, packed);
   const auto* begin = reinterpret_cast<const int32_t*>(packed.data.get());
   return {begin, begin + array.shape.product()};

@@ -141,7 +141,7 @@ class Pool : public ActorPool {
     return {1, 1, 8, std::nullopt, check, std::nullopt};
   }
   static Array zeros(DType dtype, const Dims& shape) {
-    const Array array = allocate_array(recycling_allocator(), dtype, shape);
+    const Array array = allocate_array(heap_memory, dtype, shape);
     std::memset(array.data.get(), 0,
                 static_cast<size_t>(shape.product()) * dtype.bytes());
     return array;

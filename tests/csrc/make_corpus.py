@@ -9,10 +9,10 @@ import pathlib
 
 import numpy as np
 
-import polybeast_env
-import torchbeast_pb2 as pb
-from environment import Environment, make
-from polybeast_env import encode_spec, encode_step
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.environment import Environment, make
+from torchbeast.protocol import PROTOCOL_VERSION, encode_spec, encode_step
+from torchbeast.server import EnvironmentServer
 
 CORPUS = pathlib.Path(__file__).parent / "corpus"
 
@@ -21,7 +21,7 @@ def answers(env, num_envs, num_steps=4):
     """[Response] of a server of this environment."""
     env = Environment(make(env, num_envs))
     step = env.initial(1)
-    welcome = polybeast_env.EnvironmentServer(None)._welcome(env, step)
+    welcome = EnvironmentServer(None, None)._welcome(env, step)
     responses = [pb.Response.FromString(encode_step(step))]
     responses[0].welcome.CopyFrom(welcome)
     for _ in range(num_steps):
@@ -35,7 +35,7 @@ def hand_made(step, num_envs=1, num_steps=3, action=None):
     """The same of a step that no environment makes."""
     action = np.zeros(num_envs, np.int64) if action is None else action
     responses = [pb.Response.FromString(encode_step(step)) for _ in range(num_steps)]
-    responses[0].welcome.version = polybeast_env.PROTOCOL_VERSION
+    responses[0].welcome.version = PROTOCOL_VERSION
     responses[0].welcome.num_envs = num_envs
     responses[0].welcome.step.CopyFrom(encode_spec(step))
     responses[0].welcome.action.CopyFrom(encode_spec(action))

@@ -46,7 +46,7 @@ TEST_CASE("copy agrees with an element by element copy for any shape and strides
         array.strides[dim] = stride;
         stride *= std::max<int64_t>(1, shape[dim]) + pick(0, 1);
       }
-      array.data = recycling_allocator()(static_cast<size_t>(stride) * item);
+      array.data = heap_memory(static_cast<size_t>(stride) * item);
       for (size_t i = 0; i < static_cast<size_t>(stride) * item; ++i) {
         array.data.get()[i] = static_cast<std::byte>(random());
       }

@@ -2,27 +2,76 @@
 servers' addresses, and logs which streams fail and come back.
 """
 
+import argparse
 import os
 import pathlib
 import re
 import time
 from collections import Counter
 
-import tls
-from command_line import allow_open_files, log
-from environment import BadInput
+from torchbeast import devices, tls
+from torchbeast.environment import BadInput
+from torchbeast.flags import number
+from torchbeast.machine import num_cores
+from torchbeast.process import allow_open_files, log
 
 FILES_PER_STREAM = 8
-MAX_CHANGES = 10  # Of a file, told of one by one.
+MAX_CHANGES = 10  # Changes of the file that are logged one by one.
 MAX_ERROR_CHARACTERS = 200
-QUIET_S = 10  # A stream that fails over and over is told of so often.
-REMIND_S = 60  # And one that stays away after that time, then twice of it, and so on.
+QUIET_S = 10  # At most one line per failing stream in this time.
+# A stream that stays away is logged again after this time, then twice this time, ...
+REMIND_S = 60
+
+
+def parser() -> argparse.ArgumentParser:
+    """PolyBeast's flags of servers and inference, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("environment servers")
+    g.add_argument("--server_addresses", metavar="HOST:PORT,...",
+                   help="running servers (python -m polybeast_env), or unix:PATH; one "
+                   "stream each; @FILE: one a line, read again when it changes "
+                   "(default: starts servers of its own)")
+    g.add_argument("--num_servers", type=number(int, 1), metavar="N",
+                   help="servers of its own (default: one per core)")
+    g.add_argument("--envs_per_server", type=number(int, 1), metavar="E",
+                   help="environments of each (default: 32 in all)")
+    g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
+                   default=60, metavar="S",
+                   help="time without any server after which the run ends "
+                   "(default: %(default)s)")
+
+    g = p.add_argument_group("inference")
+    g.add_argument("--actor_device", metavar="DEVICE",
+                   help="device that evaluates the network for actors "
+                   "(default: the learner's)")
+    g.add_argument("--num_inference_threads", type=number(int, 1), metavar="N",
+                   help="threads that take turns: one prepares a batch while another "
+                   "is evaluated (default: 2 with a GPU, else 1)")
+    # fmt: on
+    return p
+
+
+def set_defaults(flags):
+    """Fills in PolyBeast's flags whose defaults depend on the machine."""
+    if flags.num_servers is None:
+        flags.num_servers = num_cores()
+    if flags.envs_per_server is None:
+        flags.envs_per_server = max(1, 32 // flags.num_servers)
+    devices.set_defaults(flags)
+    if flags.actor_device is None:
+        flags.actor_device = flags.learner_device
+    if flags.num_inference_threads is None:
+        flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
 
 
 def addresses(flags):
-    """Those of --server_addresses, HOST:PORT,... or @FILE. BadInput if none, or if one
-    may not be connected to."""
+    """Returns the addresses of --server_addresses (HOST:PORT,... or @FILE), or None
+    without the flag. Raises BadInput if there are none, or if one may not be connected
+    to."""
     flag = flags.server_addresses
+    if flag is None:
+        return None
     try:
         if flag.startswith("@"):
             return read(flag[1:], flags)
@@ -36,8 +85,8 @@ def addresses(flags):
 
 
 def parse(text):
-    """Addresses of lines, or between commas; # begins a comment. BadInput if one of
-    them is none."""
+    """Returns the addresses in a text: one a line, or several between commas; # begins
+    a comment. Raises BadInput if one of them is not an address."""
     lines = [line.partition("#")[0] for line in text.splitlines()]
     found = [a.strip() for a in ",".join(lines).split(",") if a.strip()]
     for address in found:
@@ -48,8 +97,8 @@ def parse(text):
 
 
 def read(path, flags):
-    """The addresses of a file. OSError or ValueError if there is none, or if one may
-    not be connected to."""
+    """Returns the addresses in a file. Raises OSError or ValueError if there are none,
+    or if one may not be connected to."""
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():  # A pipe would be waited for.
         raise ValueError("expected a file")
@@ -65,12 +114,14 @@ def reason(error):
 
 
 class Streams:
-    """The streams of an ActorPool. check() is called several times a second.
+    """Watches the streams of an ActorPool. check() has to be called several times a
+    second.
 
-    If --server_addresses is @FILE, the pool gets the addresses that are written into
-    the file, as often as they are there, and loses those that are taken out of it. As
-    long as the file cannot be read, is empty, has an address that is none or may not
-    be connected to, or more than files may be opened for, nothing changes.
+    With --server_addresses @FILE, the pool gets the addresses that are written into the
+    file, as often as they stand there, and loses those that are taken out. Nothing
+    changes as long as the file cannot be read, is empty, holds something that is not an
+    address or may not be connected to, or has more addresses than files may be opened
+    for.
     """
 
     def __init__(self, actors, flags):
@@ -83,6 +134,7 @@ class Streams:
         self._logs = {}  # By the streams' numbers.
 
     def check(self):
+        """Follows the file, and logs which streams are lost or back."""
         if self._path is not None:
             self._follow_file()
         now = time.monotonic()
@@ -91,6 +143,20 @@ class Streams:
         self._logs = {s["stream"]: logs.get(s["stream"], StreamLog()) for s in status}
         for s in status:
             self._logs[s["stream"]].update(s, now)
+
+    def report(self, learned):
+        """Logs what became of all rollouts, and that `learned` of them were learned
+        from."""
+        rollouts = self._actors.rollouts()
+        log.info(
+            "rollouts: %d delivered, %d learned from (%d begun, %d lost with their "
+            "streams, %d unfinished at the end)",
+            rollouts["delivered"],
+            learned,
+            rollouts["begun"],
+            rollouts["lost"],
+            rollouts["ended"],
+        )
 
     def _follow_file(self):
         try:
@@ -122,7 +188,8 @@ class Streams:
 
 
 class StreamLog:
-    """One line when a stream is lost, one when it is back, however often it tries."""
+    """Logs one line when a stream is lost and one when it is back, however often the
+    stream tries."""
 
     def __init__(self):
         self.lost = False  # As was logged last.
@@ -131,7 +198,7 @@ class StreamLog:
         self.remind_s = REMIND_S
 
     def update(self, status, now):
-        """status: ActorPool's of this stream."""
+        """Logs what has changed. status: the ActorPool's, of this stream."""
         address, reconnects = status["address"], status["reconnects"]
         if self.lost and status["state"] == "running":
             log.info("%s: connected (reconnects: %d)", address, reconnects)
@@ -151,7 +218,8 @@ class StreamLog:
 
 
 def last_line(text):
-    """The end of a traceback, or whatever else a server sent, fit for a log."""
+    """Returns the last line of a traceback, or of whatever a server sent, fit for a
+    log."""
     lines = text.strip().splitlines() or [""]
     line = lines[-1].strip()[:MAX_ERROR_CHARACTERS]
     return "".join(c if c.isprintable() else "?" for c in line)

@@ -1,39 +1,76 @@
-"""A trained agent plays: --mode test and --mode test_render of both scripts."""
+"""A trained agent plays: --mode test and --mode test_render of every program."""
 
 import json
 import math
 import os
 import shlex
-import sys
 
 import gymnasium
 import numpy as np
+import torch
 
-import experiment
-from command_line import log
-from environment import BadInput
+from torchbeast import checkpoint, run, seeds
+from torchbeast.environment import BadInput, map_structure
+from torchbeast.files import write_atomically
+from torchbeast.flags import make_agent
+from torchbeast.process import log
+
+
+def modes(train, create_env):
+    """Returns what run_program() takes: {--mode: a function of the flags}."""
+
+    def play(flags):
+        return test(flags, create_env)
+
+    return {"train": train, "test": play, "test_render": play}
+
+
+def test(flags, create_env):
+    """Plays whole games with the weights of a checkpoint. Returns the exit code."""
+    mode = render_mode(flags)
+    path = run.run_path(flags)
+    flags.seed = seeds.set_seed(flags.seed)
+    env = create_env(flags, 1, mode)
+    agent = make_agent(flags, env)
+    agent.net.eval()
+    saved = checkpoint.read(path / "model.tar", flags)
+    checkpoint.load_agent_state(agent, saved, path / "model.tar")
+    print(f"{path / 'model.tar'}: step {saved['step']}")
+    core_state = agent.initial_state(1)
+
+    def policy(step):
+        nonlocal core_state  # The agent itself forgets it where an episode begins.
+        step = map_structure(lambda x: torch.as_tensor(x)[None], step)
+        outputs, core_state = agent.act(step, core_state, not flags.sample_actions)
+        return outputs["action"][0].numpy()
+
+    returns, lengths = episodes(flags, env, policy)
+    report(flags, path, saved["step"], returns, lengths)
+    return 0
 
 
 def render_mode(flags):
-    """What the environment is to render. BadInput where it could not be shown."""
+    """Returns what the environment is to render. Raises BadInput where that cannot be
+    shown."""
     if flags.mode == "test" and flags.video:
         return "rgb_array"
     if flags.mode == "test":
         return None
     displays = ("DISPLAY", "WAYLAND_DISPLAY")
-    if sys.platform == "linux" and not any(map(os.environ.get, displays)):
+    if not any(map(os.environ.get, displays)):
         raise BadInput(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set: use --mode test --video FILE.mp4"
         )
-    if flags.video:
-        raise BadInput("--video goes with --mode test, not test_render")
     return "human"
 
 
 def episodes(flags, env, policy):
-    """Plays --num_test_episodes whole games, printing each. policy(step) -> action, for
-    the one environment of env. Returns the lists of their returns and lengths."""
+    """Plays --num_test_episodes whole games, and prints a line for each. Returns the
+    lists of their returns and lengths.
+
+    policy: a function of a step that returns an action for the one environment of env.
+    """
     video = Video(flags.video, env.fps) if flags.video else None
     returns, lengths = [], []
     try:
@@ -62,7 +99,7 @@ def episodes(flags, env, policy):
 
 
 def report(flags, path, trained_steps, returns, lengths):
-    """Prints mean and standard error of the returns, writes test.json."""
+    """Prints mean and standard error of the returns, and writes test.json."""
     mean, error = np.mean(returns), 0.0
     if len(returns) > 1:
         error = np.std(returns, ddof=1) / math.sqrt(len(returns))
@@ -81,13 +118,13 @@ def report(flags, path, trained_steps, returns, lengths):
     }
     text = json.dumps(data, indent=4) + "\n"
     try:
-        experiment.write_atomically(path / "test.json", text.encode())
+        write_atomically(path / "test.json", text.encode())
     except OSError as e:
         log.warning("%s: not written: %s", path / "test.json", e.strerror)
 
 
 class Video:
-    """Frames [H, W, 3] uint8 -> an MP4 file, by OpenCV."""
+    """Writes frames [H, W, 3] uint8 into an MP4 file, by OpenCV."""
 
     def __init__(self, path, fps):
         try:
@@ -118,19 +155,9 @@ class Video:
         self._writer.release()
 
 
-def command(flags, module):
-    """What the user types to see the agent of this run play."""
-    words = [f"python -m {module} --mode test --env", shlex.quote(flags.env)]
-    words += ["--xpid", shlex.quote(flags.xpid)]
-    if flags.savedir != experiment.parser().get_default("savedir"):
-        words += ["--savedir", shlex.quote(flags.savedir)]
-    if flags.sticky_actions is not None:
-        words.append(f"--sticky_actions {flags.sticky_actions}")
-    for name in ("use_lstm", "full_action_space"):
-        if getattr(flags, name):
-            words.append(f"--{name}")
-    if not flags.terminal_on_life_loss:
-        words.append("--no-terminal_on_life_loss")
-    if getattr(flags, "net", "deep") != "deep":  # PolyBeast's.
-        words.append(f"--net {flags.net}")
-    return " ".join(words)
+def command(flags):
+    """Returns the command that lets the agent of this run play."""
+    program, *words = flags.command
+    if not any(word.split("=")[0] == "--xpid" for word in words):
+        words += ["--xpid", flags.xpid]
+    return f"python -m {program} {shlex.join([*words, '--mode', 'test'])}"

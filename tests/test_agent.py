@@ -1,26 +1,30 @@
-"""The parts of MonoBeast, in this process: networks, rollouts, weights, one update."""
+"""The default agent and the parts of MonoBeast, in this process: networks, rollouts,
+weights, one update.
+"""
+
+import copy
+import threading
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
-import actors
-import environment
-import experiment
-import learner
 import monobeast
-from environment import leaves, map_structure
+import polybeast
 from tests import envs  # noqa: F401 (registers them)
 from tests.faulty_envs import Nested
+from torchbeast import actors, checkpoint, environment, rollouts, seeds
+from torchbeast.environment import leaves, map_structure
 
 T, B = 5, 4
 CPU = torch.device("cpu")
 
 
 def parse(*args):
-    flags = monobeast.parser().parse_args(
+    flags = monobeast.program_parser().parse_args(
         ["--unroll_length", str(T), "--batch_size", str(B), "--num_actors", "0"]
         + [str(a) for a in args]
     )
@@ -28,13 +32,17 @@ def parse(*args):
     return flags
 
 
+def make_agent(flags, env):
+    return polybeast.Agent(flags, env.observation_space, env.action_space)
+
+
 def make_actor(flags, env, seed=0):
     torch.manual_seed(seed)
-    model = monobeast.create_net(flags, env)
-    specs = monobeast.rollout_specs(flags, env, model)
+    agent = make_agent(flags, env)
+    specs = rollouts.specs(agent, env.initial(0), flags.unroll_length)
     buffers = actors.create_buffers(specs, flags.num_buffers)
     arrays = map_structure(lambda x: x.numpy(), buffers)
-    return monobeast.Actor(flags, env, model, seed), buffers, arrays
+    return monobeast.Actor(flags, env, agent, seed), buffers, arrays
 
 
 def collect(flags, env, seed=0):
@@ -87,15 +95,15 @@ def test_net_takes_any_space_and_ends_in_logits_and_baseline(
     env = environment.Environment([Env() for _ in range(B)])
     flags = parse(*use_lstm, "--envs_per_actor", B)
     actor, batch = collect(flags, env)
-    outputs, core_state = actor.model(batch, batch["core_state"])
+    outputs, core_state = actor.agent.net(batch, batch["core_state"])
     heads = (6,) if action_space == spaces.Discrete(6) else (3, 5)
     assert outputs["policy_logits"].shape == (T + 1, B, *heads)
     assert outputs["policy_logits"].dtype == torch.float32
     assert outputs["baseline"].shape == (T + 1, B)
     assert len(core_state) == (2 if use_lstm else 0)
-    optimizer, scheduler = learner.create_optimizer(flags, actor.model)
-    stats = monobeast.learn(flags, actor.model, optimizer, scheduler, batch)
-    assert all(torch.isfinite(x) for x in stats.values())
+    actor.agent.start_learning(CPU)
+    stats = actor.agent.learn(batch)
+    assert all(np.isfinite(float(x)) for x in stats.values())
 
 
 def test_impossible_choices_of_an_action_are_never_taken():
@@ -109,7 +117,7 @@ def test_impossible_choices_of_an_action_are_never_taken():
 
 def test_everything_that_is_not_a_weight_moves_with_the_net():
     flags = parse("--envs_per_actor", B)
-    net = monobeast.create_net(flags, nested()).to("meta")
+    net = make_agent(flags, nested()).net.to("meta")
     step = map_structure(torch.as_tensor, nested().initial())
     step = map_structure(lambda x: x[None].to("meta"), step)
     assert net(step)[0]["baseline"].device.type == "meta"
@@ -122,7 +130,7 @@ def test_lstm_forgets_at_the_first_step_of_an_episode():
     batch["done"][:] = False
     batch["done"][3, 0] = True
     states = [tuple(torch.randn_like(s) for s in batch["core_state"]) for _ in range(2)]
-    a, b = (actor.model(batch, state)[0]["baseline"] for state in states)
+    a, b = (actor.agent.net(batch, state)[0]["baseline"] for state in states)
     torch.testing.assert_close(a[3:, 0], b[3:, 0])
     assert (a[:3, 0] != b[:3, 0]).all() and (a[:, 1:] != b[:, 1:]).all()
 
@@ -156,7 +164,7 @@ def test_rollouts_are_contiguous_and_overlap_by_one_step(num_envs, use_lstm):
         torch.testing.assert_close(last[:-1], first)
         # The behaviour policy's logits are those of the network on these very steps,
         # from this very state.
-        outputs, _ = actor.model(rollout, rollout["core_state"])
+        outputs, _ = actor.agent.net(rollout, rollout["core_state"])
         torch.testing.assert_close(
             outputs["policy_logits"][:-1], rollout["policy_logits"]
         )
@@ -190,8 +198,6 @@ def test_batch_takes_the_asked_rollouts_in_time_major_order():
 
 
 def test_readers_of_shared_weights_never_see_two_versions_mixed():
-    import threading
-
     model = torch.nn.Linear(300, 300)
     weights = actors.SharedWeights(model)
 
@@ -227,55 +233,120 @@ def test_learn_ignores_what_stands_at_transitions_that_are_not_real():
     actor, batch = collect(flags, env)
     fake = batch["done"][1:]
     assert fake.any() and not fake.all()
+    actor.agent.start_learning(CPU)
+    weights = copy.deepcopy(actor.agent.net.state_dict())
     gradients = []
     for change in (False, True):
         if change:
             batch["action"][fake] = 1 - batch["action"][fake]
             batch["policy_logits"][fake] += torch.tensor([3.0, -3.0])
-        actor.model.zero_grad()
-        optimizer = torch.optim.SGD(actor.model.parameters(), 0)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        monobeast.learn(flags, actor.model, optimizer, scheduler, batch)
-        gradients.append([p.grad.clone() for p in actor.model.parameters()])
+        actor.agent.net.load_state_dict(weights)
+        actor.agent.learn(batch)
+        gradients.append([p.grad for p in actor.agent.net.parameters()])
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b)
 
 
+class OneWeight(polybeast.Agent):
+    """Learns from the gradient 5, whatever the batch."""
+
+    def make_net(self, observation_space, action_space):
+        class Weight(nn.Linear):
+            def forward(self, step, core_state):
+                return {}, ()
+
+        return Weight(1, 1, bias=False)
+
+    def loss(self, *_):
+        return 5 * self.net.weight.sum(), {}
+
+
+BATCH = {
+    "observation": torch.zeros(T + 1, B),
+    "reward": torch.zeros(T + 1, B),
+    "done": torch.zeros(T + 1, B, dtype=torch.bool),
+    "core_state": (),
+}
+
+
 def test_first_updates_are_no_longer_than_later_ones():
     flags = parse("--learning_rate", 0.01, "--epsilon", 1e-8, "--total_steps", 10**9)
-    model = torch.nn.Linear(1, 1, bias=False)
-    optimizer, scheduler = learner.create_optimizer(flags, model)
+    agent = OneWeight(flags, None, None)
+    agent.start_learning(CPU)
     for _ in range(300):  # The same gradient each time: every step has the same length.
-        before = model.weight.item()
-        model.weight.grad = torch.tensor([[5.0]])
-        optimizer.step()
-        scheduler.step()
-        assert before - model.weight.item() == pytest.approx(0.01, rel=1e-3)
+        before = agent.net.weight.item()
+        agent.learn(BATCH)
+        assert before - agent.net.weight.item() == pytest.approx(0.01, rel=1e-3)
 
 
 def test_learning_rate_falls_to_zero_at_the_last_step():
     flags = parse("--total_steps", T * B * 100)
-    optimizer, scheduler = learner.create_optimizer(flags, torch.nn.Linear(1, 1))
-    rates = []
-    for _ in range(110):
-        optimizer.step()
-        scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    assert rates[98] > 0 and rates[99] == rates[109] == 0
+    agent = OneWeight(flags, None, None)
+    agent.start_learning(CPU)
+    rates = [agent.learn(BATCH)["learning_rate"] for _ in range(110)]
+    assert rates[99] > 0 and rates[100] == rates[109] == 0
     assert rates[50:] == sorted(rates[50:], reverse=True)
 
 
-def test_checkpoint_round_trip_restores_weights_counters_and_random_numbers(tmp_path):
+def test_gradients_are_clipped_and_their_norm_before_that_is_logged():
+    flags = parse("--grad_norm_clipping", 2)
+    agent = OneWeight(flags, None, None)
+    agent.start_learning(CPU)
+    assert agent.learn(BATCH)["grad_norm"] == pytest.approx(5)
+    assert agent.net.weight.grad.item() == pytest.approx(2, rel=1e-4)
+
+
+def test_what_an_agent_saves_another_one_loads_and_learns_on_alike():
+    flags = parse("--use_lstm")
+    env = nested()
+    actor, batch = collect(flags, env)
+    one = actor.agent
+    one.start_learning(CPU)
+    one.learn(batch)
+    other = make_agent(flags, env)
+    other.start_learning(CPU)
+    other.load_state_dict(one.state_dict())
+    stats, expected = other.learn(batch), one.learn(batch)
+    assert list(stats) == list(expected)
+    for name in stats:
+        torch.testing.assert_close(stats[name], expected[name], rtol=0, atol=0)
+    actor = make_agent(flags, env)  # It does not learn, and needs the weights only.
+    actor.load_state_dict({"model": one.state_dict()["model"]})
+    for a, b in zip(actor.net.parameters(), one.net.parameters()):
+        assert torch.equal(a, b)
+    with pytest.raises(KeyError, match="optimizer"):
+        other.load_state_dict({"model": one.state_dict()["model"]})
+
+
+# Checkpoints.
+
+
+def test_a_checkpoint_holds_what_an_agent_says_and_random_numbers(tmp_path):
     flags = parse("--savedir", tmp_path, "--xpid", "x")
-    model = torch.nn.Linear(3, 3)
-    rng = experiment.get_rng_state()
+    net = nn.Linear(3, 3)
+    rng = seeds.get_rng_state()
     expected = (torch.rand(3).tolist(), np.random.rand(3).tolist())
     path = tmp_path / "model.tar"
-    checkpoint = dict(model=model.state_dict(), flags=vars(flags), rng=rng, step=7)
-    experiment.save_checkpoint(path, checkpoint)
-    other = torch.nn.Linear(3, 3)
-    loaded = experiment.load_checkpoint(path, flags, other)
-    experiment.set_rng_state(loaded["rng"])
+    saved = dict(agent={"net": net.state_dict()}, flags=vars(flags), rng=rng, step=7)
+    checkpoint.write(path, saved)
+    loaded = checkpoint.read(path, flags)
+    seeds.set_rng_state(loaded["rng"])
     assert (torch.rand(3).tolist(), np.random.rand(3).tolist()) == expected
-    torch.testing.assert_close(other.weight, model.weight)
+    other = nn.Linear(3, 3)
+    checkpoint.load_weights(other, loaded["agent"]["net"])
+    torch.testing.assert_close(other.weight, net.weight)
     assert [p.name for p in tmp_path.iterdir()] == ["model.tar"]
+
+
+@pytest.mark.survives("checkpoint-does-not-fit")
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Linear(3, 2), r"weight is \(3, 3\) in the .* \(2, 3\) in the network"),
+        (nn.Linear(3, 3, bias=False), r"bias is \(3,\) in the .* not there in the net"),
+        (nn.Sequential(nn.Linear(3, 3)), r"0.weight is not there in the checkpoint"),
+    ],
+)
+def test_weights_of_another_network_are_refused_by_the_first_difference(net, message):
+    with pytest.raises(checkpoint.OtherNetwork, match=message):
+        checkpoint.load_weights(net, nn.Linear(3, 3).state_dict())

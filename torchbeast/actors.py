@@ -5,7 +5,6 @@ to, so nothing is left behind by whatever end. No lock is shared between process
 that is killed takes none along.
 """
 
-import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,27 +14,25 @@ import signal
 import threading
 import time
 from collections import deque
+from multiprocessing import resource_tracker
 
 import torch
 import torch.multiprocessing as mp
 
-import experiment
-from command_line import allow_open_files, start_process
-from environment import BadInput, leaves, map_structure
-from experiment import Stop
+from torchbeast import seeds
+from torchbeast.environment import BadInput, leaves, map_structure
+from torchbeast.process import Stop, allow_open_files, log, signals_blocked
 
-log = logging.getLogger("torchbeast")
 PAGE = resource.getpagesize()
 
 
 def check_limits(flags, specs, model):
-    """BadInput if buffers and weights need more open files or shared memory than there
-    are: writing past the end of /dev/shm would be a SIGBUS."""
+    """Raises BadInput if buffers and weights need more open files or shared memory than
+    there are. (Without this check, writing past the end of /dev/shm would be a SIGBUS.)
+    """
     sizes = [flags.num_buffers * x.nbytes for _, x in leaves(specs)]
     sizes += 2 * [x.nbytes for x in model.state_dict().values()]
     allow_open_files(len(sizes) + 1 + 4 * flags.num_actors)
-    if not os.path.isdir("/dev/shm"):
-        return  # Not Linux: shared memory has no such limit.
     needed = sum((size // PAGE + 2) * PAGE for size in sizes)
     available = shutil.disk_usage("/dev/shm").free
     if needed > available:
@@ -48,7 +45,7 @@ def check_limits(flags, specs, model):
 
 
 def create_buffers(specs, num_buffers):
-    """Shared tensors [T, num_buffers, ...]: a batch is buffer[:, indices]."""
+    """Creates shared tensors [T, num_buffers, ...]. A batch is buffer[:, indices]."""
 
     def create(spec):
         T, *shape = spec.shape
@@ -58,11 +55,12 @@ def create_buffers(specs, num_buffers):
 
 
 class SharedWeights:
-    """A network's weights in shared memory: one writer, any number of readers.
+    """A network's weights in shared memory, with one writer and any number of readers.
 
-    Two copies, written in turn, so that a reader finds a whole one without a lock that
-    a killed process could take along. (Where the CPU reorders stores, unlike x86, a
-    reader may in theory see two versions mixed, one update apart: harmless.)
+    There are two copies, written in turn, so that a reader finds a whole one without a
+    lock, which a killed process could take along. (Where the CPU reorders stores,
+    unlike x86, a reader may in theory see two versions mixed that are one update apart,
+    which is harmless.)
     """
 
     def __init__(self, model):
@@ -88,7 +86,8 @@ class SharedWeights:
 
     @torch.no_grad()
     def fetch(self, model, have=None):
-        """Loads the newest weights, unless they are version `have`. Returns theirs."""
+        """Loads the newest weights into the model, unless they are version `have`.
+        Returns their version."""
         while True:
             version = self.version
             if version == have:
@@ -99,7 +98,7 @@ class SharedWeights:
 
 
 def receive(connection):
-    """What the learner sends an actor; None also if the learner is gone."""
+    """Returns what the learner sent to this actor; None if the learner is gone."""
     try:
         return connection.recv()
     except (EOFError, OSError):
@@ -107,7 +106,8 @@ def receive(connection):
 
 
 def send(connection, message):
-    """From an actor to the learner. If that is gone, the next receive() tells."""
+    """Sends a message to the learner. If the learner is gone, the next receive()
+    tells."""
     try:
         connection.send(message)
     except OSError:
@@ -120,7 +120,7 @@ def _actor_process(act, *args):
 
 
 def _end_with_learner():
-    """However the learner ends, and in the middle of whatever step."""
+    """Ends this process when the learner ends, even in the middle of a step."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -165,14 +165,16 @@ class ActorProcesses:
 
     def _start_actor(self, index):
         # Not the seeds of the process it replaces: those led to where it died.
-        seed = experiment.derive_seed(self.seed, index, self.restarts)
+        seed = seeds.derive_seed(self.seed, index, self.restarts)
         try:
             ours, theirs = self._context.Pipe()
             args = (self.flags, index, seed, self.buffers, self.weights, theirs)
             process = self._context.Process(
                 target=_actor_process, name=f"actor-{index}", args=(self.act, *args)
             )
-            start_process(process)
+            resource_tracker.ensure_running()  # Else start() does it, and unblocks.
+            with signals_blocked():
+                process.start()
         except OSError as e:
             raise Stop(f"actor {index} cannot be started: {e.strerror}") from e
         theirs.close()
@@ -188,7 +190,8 @@ class ActorProcesses:
             self._hand_out()
 
     def _hand_out(self):
-        """With the lock. First those that have none."""
+        """Gives free buffers to actors, first to those that have none. Called with the
+        lock."""
         E = self.flags.envs_per_actor
         for ahead in range(self.AHEAD):
             for actor in self._actors:
@@ -266,7 +269,7 @@ class ActorProcesses:
                     pass
 
     def join(self):
-        """After stop() and the end of run()."""
+        """Waits for the actors to end. Called after stop() and the end of run()."""
         deadline = time.monotonic() + 2
         for actor in self._actors:
             actor.process.join(max(0, deadline - time.monotonic()))
@@ -275,7 +278,7 @@ class ActorProcesses:
             actor.connection.close()
 
     def kill(self):
-        """From a signal handler: takes no lock."""
+        """Kills the actors. A signal handler may call it: it takes no lock."""
         for actor in list(self._actors):
             actor.process.kill()
 

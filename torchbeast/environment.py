@@ -1,4 +1,4 @@
-"""Environments as both scripts see them: steps of arrays, E environments at a time.
+"""Environments as the programs see them: steps of arrays, E environments at a time.
 
 Environment takes whatever there is (one Gymnasium environment, a list of them, a
 Gymnasium vector environment, objects of the old Gym API) and gives steps. A step is a
@@ -39,11 +39,13 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 
 class BadInput(ValueError):
-    """The user's mistake: the programs print it as one line and exit with 2."""
+    """A mistake of the user's. The programs print it as one line and exit with code
+    2."""
 
 
 def map_structure(fn, nest, *others):
-    """fn on every leaf of nested dicts and tuples; others have the same structure."""
+    """Applies fn to every leaf of nested dicts and tuples. The others have the nest's
+    structure, or more entries."""
     if isinstance(nest, dict):
         return {
             k: map_structure(fn, x, *(o[k] for o in others)) for k, x in nest.items()
@@ -54,7 +56,8 @@ def map_structure(fn, nest, *others):
 
 
 def leaves(nest, path=""):
-    """[(path, leaf)] of nested dicts and tuples, in order: 'observation/image', ..."""
+    """Returns [(path, leaf)] of nested dicts and tuples, in order. A path is like
+    'observation/image'."""
     if isinstance(nest, dict):
         items = nest.items()
     elif isinstance(nest, (tuple, list)):
@@ -66,9 +69,11 @@ def leaves(nest, path=""):
 
 
 def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
-    """What Environment takes: a list of num_envs Gymnasium environments, or the vector
-    environment that env_id has of its own. BadInput of one line, with close matches, if
-    there is no such environment."""
+    """Makes what Environment takes: a list of num_envs Gymnasium environments, or the
+    vector environment that env_id has of its own.
+
+    Raises BadInput, one line with close matches, if there is no such environment.
+    """
     # Not every environment has the argument.
     kwargs = {"render_mode": render_mode} if render_mode else {}
     try:
@@ -99,7 +104,7 @@ _calls = set()  # Of environments, that have not returned yet.
 
 @contextlib.contextmanager
 def watched():
-    """What runs in it is a call of an environment: see watch()."""
+    """A context for a call of an environment: see watch()."""
     call = object()
     _calls.add(call)
     try:
@@ -109,9 +114,12 @@ def watched():
 
 
 def watch(name: str, timeout_s: float, tell):
-    """Ends this process when an environment of it has not returned for so long, as
-    nothing ends the call alone. Calls tell(one line) first. (One that holds the GIL all
-    the time is not noticed.) The thread that does so ends with the process."""
+    """Ends this process when a call of an environment has not returned for timeout_s,
+    because nothing can end the call alone. Calls tell(one line) first.
+
+    A call that holds the GIL all the time is not noticed. The thread that watches ends
+    with the process.
+    """
 
     def check():
         seen = {}  # {call: how often}: time in which the process was stopped is none.
@@ -155,11 +163,11 @@ class Environment:
         self.frames_per_step = getattr(env, "frames_per_step", 1)
         self.fps = env.metadata.get("render_fps", 30) / self.frames_per_step
         check_observation_space(self.observation_space)
-        self.num_actions, self.action_shape, self._start = _actions(self.action_space)
+        self.num_actions, self.action_shape, self._start = choices(self.action_space)
         self._last = None  # [E] bool, terminated | truncated at the last step.
 
     def initial(self, seed: int | None = None) -> dict:
-        """Resets everything. The first step, with done = True."""
+        """Resets all environments. Returns the first step, with done = True."""
         with watched():
             observation, _ = self.env.reset(seed=seed)
         E = self.num_envs
@@ -173,7 +181,11 @@ class Environment:
         return self._step(observation, np.zeros(E), ~zeros, zeros, zeros, action, {})
 
     def step(self, action: np.ndarray) -> dict:
-        """action [E, ...] integers. Ignored where the last step was a last one."""
+        """Steps all environments.
+
+        action: [E, ...] integers. An action is ignored where the last step was a last
+        one.
+        """
         if self._last is None:
             raise RuntimeError("Environment.step before Environment.initial")
         action = np.asarray(action, np.int64)
@@ -227,7 +239,8 @@ class Environment:
         }
 
     def render(self):
-        """The frame [H, W, 3] uint8 of the first environment, if it renders arrays."""
+        """Returns the frame [H, W, 3] uint8 of the first environment, if it renders
+        arrays."""
         frame = self.env.render()
         return frame[0] if isinstance(frame, (tuple, list)) else frame
 
@@ -236,8 +249,8 @@ class Environment:
 
 
 def check_finite(nest):
-    """ValueError that names the environment, if a number is NaN or infinite: the
-    network would make it of everything."""
+    """Raises a ValueError that names the environment if a number is NaN or infinite.
+    The network would turn every number it computes from such a number into NaN."""
     for path, x in leaves(nest):
         x = np.asarray(x)
         if x.dtype.kind == "f" and not np.isfinite(x).all():
@@ -246,7 +259,7 @@ def check_finite(nest):
 
 
 def check_observation_space(space, path="observation"):
-    """BadInput naming the first part of the space that is not supported."""
+    """Raises BadInput that names the first part of the space that is not supported."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
             check_observation_space(part, f"{path}/{key}")
@@ -263,8 +276,10 @@ def check_observation_space(space, path="observation"):
         )
 
 
-def _actions(space):
-    """(numbers of choices, shape of an action, its smallest value)."""
+def choices(space):
+    """Describes an action of the space: (the number of choices of each of its D
+    numbers, its shape () or (D,), its smallest value). Raises BadInput if the space is
+    not supported."""
     if isinstance(space, spaces.Discrete):
         return (int(space.n),), (), int(space.start)
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
@@ -283,7 +298,7 @@ def _as_gymnasium(env) -> gymnasium.Env:
 
 
 class OldGym(gymnasium.Env):
-    """An object of the old Gym API as a Gymnasium environment."""
+    """Turns an object of the old Gym API into a Gymnasium environment."""
 
     def __init__(self, env):
         if isinstance(env, VectorEnv):
@@ -333,7 +348,8 @@ class OldGym(gymnasium.Env):
 
 
 def _as_gymnasium_space(space) -> spaces.Space:
-    """By the class's name, so that gym itself need not be there."""
+    """Converts a space of the old Gym API, by its class's name: gym need not be
+    installed."""
     if isinstance(space, spaces.Space):
         return space
     name = type(space).__name__

@@ -1,6 +1,6 @@
-"""Observations of any space -> vectors: what stands before the heads of both networks.
+"""Encoders: any observation space to a feature vector.
 
-To treat a kind of observation otherwise, edit make_encoder().
+To encode a kind of observation differently, edit _make_encoder().
 """
 
 import contextlib
@@ -15,8 +15,18 @@ from torch import nn
 
 def make_encoder(space, deep=False, bfloat16=False):
     """A module that turns observations of the space [N, ...] into [N, out_features],
-    float32. deep: images by the deep network of the IMPALA paper, not the shallow one;
-    bfloat16: in this precision. (Not of numbers: 1,001 and 1,003 would be one.)"""
+    float32.
+
+    deep:     images go through the deep network of the IMPALA paper, not the shallow
+    bfloat16: images are computed on in this precision; numbers are not, as 1,001 and
+              1,003 would be the same number
+    """
+    encoder = _make_encoder(space, deep, bfloat16)
+    initialize(encoder)
+    return encoder
+
+
+def _make_encoder(space, deep, bfloat16):
     if isinstance(space, spaces.Dict):
         return NestEncoder(space.spaces, deep, bfloat16)
     if isinstance(space, spaces.Tuple):
@@ -34,11 +44,12 @@ def make_encoder(space, deep=False, bfloat16=False):
     if isinstance(space, spaces.MultiDiscrete):
         start = torch.as_tensor(space.start.ravel())
         return OneHotEncoder([int(n) for n in space.nvec.ravel()], start)
-    raise ValueError(f"Net has no encoder for observation space {space}")
+    raise ValueError(f"there is no encoder for observation space {space}")
 
 
 def is_image(space):
-    """Whether it is one, or a stack, that convolutions can halve a few times."""
+    """Tells whether the space is an image, or a stack of images, that is large enough
+    for convolutions to halve it a few times."""
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8:
         return False
     if len(space.shape) != 3:
@@ -47,12 +58,12 @@ def is_image(space):
 
 
 def channels_last(space):
-    """Whether an image's shape is [H, W, C], not [C, H, W]."""
+    """Tells whether an image's shape is [H, W, C], not [C, H, W]."""
     return space.shape[2] < space.shape[0]
 
 
 def has_images(space):
-    """Whether an observation of the space is an image, or holds one."""
+    """Tells whether an observation of the space is an image, or holds one."""
     if isinstance(space, spaces.Dict):
         return any(map(has_images, space.spaces.values()))
     if isinstance(space, spaces.Tuple):
@@ -60,44 +71,26 @@ def has_images(space):
     return is_image(space)
 
 
-def has_bfloat16(device):
-    """Whether the device is faster in bfloat16. (PyTorch computes in it on any CPU, but
-    without AMX it was slower than in float32, even with AVX512-BF16.)"""
-    if device.type == "cuda":
-        nvidia = torch.version.hip is None  # AMD's numbers mean something else.
-        return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-    # Older versions of PyTorch do not tell.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
-
-
-def choose_precision(flags, space):
-    """Replaces --precision auto by what suits observations and devices."""
-    if flags.precision == "auto":
-        devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
-        everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
-        bfloat16 = everywhere and has_images(space)
-        flags.precision = "bfloat16" if bfloat16 else "float32"
-
-
 def autocast(bfloat16, device):
-    """A context in which arithmetic is bfloat16, if so. Weights stay float32."""
+    """A context in which arithmetic is bfloat16, if `bfloat16` is true. Weights stay
+    float32."""
     if not bfloat16:
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
 
 
 def initialize(module, gain=2**0.5):
-    """Orthogonal weights, zero biases: PyTorch's own let the signal fade from layer to
-    layer, and values were learned late."""
+    """Gives convolutions and linear layers orthogonal weights and zero biases. With
+    PyTorch's own the signal faded from layer to layer, and values were learned late."""
     for layer in module.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
 
 def shallow_layers(channels):
-    """IMPALA, figure 3, left."""
+    """The convolutions of IMPALA's figure 3, left."""
     return nn.Sequential(
         nn.Conv2d(channels, 16, 8, stride=4),
         nn.ReLU(),
@@ -108,7 +101,8 @@ def shallow_layers(channels):
 
 
 def deep_layers(channels):
-    """IMPALA, figure 3, right: three sections of two residual blocks."""
+    """The convolutions of IMPALA's figure 3, right: three sections of two residual
+    blocks."""
     layers = []
     for width in (16, 32, 32):
         layers += [
@@ -122,7 +116,7 @@ def deep_layers(channels):
 
 
 class ResidualBlock(nn.Module):
-    """[N, channels, H, W] -> the same shape."""
+    """Maps [N, channels, H, W] to the same shape."""
 
     def __init__(self, channels):
         super().__init__()
@@ -138,7 +132,8 @@ class ResidualBlock(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """uint8 [N, C, H, W] (or [N, H, W, C]): the IMPALA paper's convolutions."""
+    """Encodes uint8 images [N, C, H, W], or [N, H, W, C], by the IMPALA paper's
+    layers."""
 
     def __init__(
         self, shape, channels_last=False, layers=shallow_layers, bfloat16=False
@@ -170,11 +165,11 @@ class ImageEncoder(nn.Module):
 
 
 class VectorEncoder(nn.Module):
-    """Numbers [N, ...] of any shape and dtype, divided by scale: an MLP.
+    """An MLP for numbers [N, ...] of any shape and dtype, divided by scale.
 
     Its outputs are of order 10, so that the heads, whose weights move by about the
-    learning rate an update, soon reach returns of order 100. (CartPole: without it the
-    value was still 30 off after 2,000 updates, and the policy stood still.)
+    learning rate an update, soon reach returns of order 100. (Without this factor, the
+    value of CartPole was still 30 off after 2,000 updates, and the policy stood still.)
     """
 
     def __init__(self, in_features, scale=1):
@@ -190,7 +185,8 @@ class VectorEncoder(nn.Module):
 
 
 class OneHotEncoder(nn.Module):
-    """Integers [N, ...], the i-th one of sizes[i] choices from start: an embedding."""
+    """An embedding of integers [N, ...], of which the i-th is one of sizes[i] choices
+    that begin at start."""
 
     def __init__(self, sizes, start=0):
         super().__init__()
@@ -207,13 +203,14 @@ class OneHotEncoder(nn.Module):
 
 
 class NestEncoder(nn.Module):
-    """A dict or tuple of observations: each encoded, and concatenated."""
+    """Encodes each entry of a dict or tuple of observations, and concatenates the
+    results."""
 
     def __init__(self, parts, deep=False, bfloat16=False):
         super().__init__()
         self.keys = list(parts)
         self.encoders = nn.ModuleList(
-            [make_encoder(space, deep, bfloat16) for space in parts.values()]
+            [_make_encoder(space, deep, bfloat16) for space in parts.values()]
         )
         self.out_features = sum(e.out_features for e in self.encoders)
 

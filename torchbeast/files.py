@@ -9,17 +9,20 @@ import platform
 import shutil
 import tempfile
 
-from command_line import log
+from torchbeast.process import log
 
 
 class Locked(Exception):
-    """Another process holds the lock; the message says which."""
+    """Another process holds the lock. The message names that process."""
 
 
 def lock(path):
-    """The locked file: the lock goes when it is closed or the process ends, however it
-    ends; children do not inherit it. Locked if another process has it, OSError if it
-    cannot be opened. A warning where files cannot be locked."""
+    """Locks the file at path and returns it.
+
+    The lock goes when the file is closed or the process ends, in whatever way; children
+    do not inherit it. Raises Locked if another process has the lock, OSError if the
+    file cannot be opened. Logs a warning where the file system has no locks.
+    """
     file = open(path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,8 +40,9 @@ def lock(path):
 
 
 def temporary_directory(stack):
-    """A directory that lives as long as stack, a contextlib.ExitStack. Removes those of
-    processes that were killed together with all that would have removed them."""
+    """Makes a directory that lives as long as stack, a contextlib.ExitStack. Removes
+    directories of processes that were killed together with all that would have removed
+    them."""
     for path in pathlib.Path(tempfile.gettempdir()).glob("torchbeast-*/lock"):
         try:
             if path.parent.lstat().st_uid == os.getuid():
@@ -68,14 +72,16 @@ def write_atomically(path, data):
         raise
 
 
-def cut_log(path, step):
-    """Leaves of logs.csv what was saved: the whole rows up to that step. The updates
-    after it, of a run that was killed, are made again. Returns the columns; None if
-    there are none, and then the file is empty."""
+def cut_log(path, step, new_columns=()):
+    """Cuts logs.csv back to the whole rows up to a step, and adds columns that are
+    empty in these rows. Returns the columns.
+
+    Rows after that step are of a run that was killed: their updates are made again.
+    """
     with open(path, newline="", errors="replace") as f:
-        lines = (line.replace("\0", "") for line in f if len(line) < 4000)
+        lines = (line.replace("\0", "") for line in f if len(line) < 100_000)
         reader = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
-        columns = reader.fieldnames or ()
+        columns = list(reader.fieldnames or ())
         rows = [
             row
             for row in reader
@@ -83,12 +89,15 @@ def cut_log(path, step):
             and row.get("step", "").isdecimal()
             and int(row["step"]) <= step
         ]
+    if "step" not in columns:
+        if path.stat().st_size > 0:
+            log.warning("%s is written anew: it has no column step", path)
+        columns, rows = [], []
+    columns += new_columns
     text = io.StringIO(newline="")
-    if "step" in columns:
+    if columns:
         writer = csv.DictWriter(text, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    elif path.stat().st_size > 0:
-        log.warning("%s is written anew: it has no column step", path)
     write_atomically(path, text.getvalue().encode())
-    return columns if "step" in columns else None
+    return columns

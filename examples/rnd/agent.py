@@ -1,0 +1,79 @@
+"""IMPALA with Random Network Distillation (Burda et al. 2018, arXiv 1810.12894).
+
+A predictor learns the outputs of a fixed random network, the target. Its error is large
+where observations are new. With the mean of all errors so far subtracted and divided by
+their standard deviation, it is a bonus for the action that led to the observation.
+"""
+
+import torch
+from torch import nn
+
+import polybeast
+from torchbeast.environment import leaves
+from torchbeast.flags import number
+
+
+def parser():
+    p = polybeast.parser()
+    g = p.add_argument_group("Random Network Distillation")
+    g.add_argument("--bonus_weight", type=number(float, 0), default=0.1, metavar="X",
+                   help="weight of the bonus (default: %(default)s)")  # fmt: skip
+    g.add_argument("--predictor_learning_rate", type=number(float, above=0),
+                   default=1e-3, metavar="X", help="default: %(default)s")  # fmt: skip
+    return p
+
+
+class Novelty(nn.Module):
+    """Maps observations [N, F] to the predictor's errors [N] and to bonuses [N, 1]."""
+
+    def __init__(self, space):
+        super().__init__()
+        F = sum(x.size for _, x in leaves(space.sample()))
+        self.target = nn.Sequential(nn.Linear(F, 128), nn.ReLU(), nn.Linear(128, 64))
+        middle = nn.Linear(F, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
+        self.predictor = nn.Sequential(*middle, nn.Linear(128, 64))
+        # With momentum=None, mean and variance are those of all batches so far.
+        self.observations = nn.BatchNorm1d(F, affine=False, momentum=None)
+        self.errors = nn.BatchNorm1d(1, eps=1e-12, affine=False, momentum=None)
+
+    def forward(self, x):
+        self.observations.train()(x)  # In train() it updates what eval() applies.
+        x = self.observations.eval()(x).clamp(-5, 5)
+        errors = (self.predictor(x) - self.target(x).detach()).square().mean(1)
+        self.errors.train()(errors.detach()[:, None])
+        return errors, self.errors.eval()(errors.detach()[:, None])
+
+
+class Agent(polybeast.Agent):
+    def __init__(self, flags, observation_space, action_space):
+        super().__init__(flags, observation_space, action_space)
+        self.novelty = Novelty(observation_space)
+
+    def start_learning(self, device):
+        super().start_learning(device)
+        parameters = self.novelty.to(device).predictor.parameters()
+        self.adam = torch.optim.Adam(parameters, self.flags.predictor_learning_rate)
+
+    def learn(self, batch):
+        x = [o[1:].flatten(2).float() for _, o in leaves(batch["observation"])]
+        errors, bonus = self.novelty(torch.cat(x, dim=2).flatten(0, 1))  # [T * B]
+        self.adam.zero_grad()
+        errors.mean().backward()
+        self.adam.step()
+        # Not in batch["reward"], which the net reads as the last reward.
+        batch = {**batch, "bonus": bonus.view_as(batch["reward"][1:])}  # [T, B]
+        statistics = super().learn(batch)
+        return {**statistics, "bonus": bonus.mean(), "predictor_error": errors.mean()}
+
+    def rewards(self, batch):
+        return super().rewards(batch) + self.flags.bonus_weight * batch["bonus"]
+
+    def state_dict(self):
+        state = {"novelty": self.novelty.state_dict(), "adam": self.adam.state_dict()}
+        return {**super().state_dict(), **state}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.optimizer is not None:  # In a test nothing is learned.
+            self.novelty.load_state_dict(state["novelty"])
+            self.adam.load_state_dict(state["adam"])

@@ -1,0 +1,309 @@
+"""--agent: what a program asks of an agent, and what it says if that is not there."""
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import polybeast
+from tests.programs import ROOT, SERIAL, args, both, load, main, read_logs, refusal
+from torchbeast import environment, rollouts
+from torchbeast.run import COLUMNS
+
+LOG = ("--log_interval_steps", 40)
+
+
+def flags_of(module, savedir, *others, **kwargs):
+    serial = SERIAL if module == "monobeast" else ()
+    return args(module, savedir, *serial, *LOG, *others, **kwargs)
+
+
+@pytest.fixture
+def my_agent(monkeypatch):
+    """my_agent(Agent): makes it the Agent of a module of that name."""
+
+    def my_agent(agent):
+        module = types.SimpleNamespace(parser=polybeast.parser, Agent=agent)
+        monkeypatch.setitem(sys.modules, "my_agent", module)
+
+    return my_agent
+
+
+@both
+def test_an_agent_of_a_users_own_runs_in_either_program(savedir, module):
+    """What its act() returned arrives in its learn(), and what learn() returns in the
+    log, under names that no other file knows."""
+    flags = ("--agent", "tests.batch_norm_agent")
+    result = main(*flags_of(module, savedir, *flags, steps=200), module=module)
+    assert result.returncode == 0, result.stderr
+    rows = read_logs(savedir / "x")
+    assert [int(row["step"]) for row in rows] == [40, 80, 120, 160, 200]
+    assert [float(row["sum_difference"]) for row in rows] == 5 * [0]
+    assert "sum_difference" not in COLUMNS
+    assert load(savedir)["agent"]["model"]["encoder.1.num_batches_tracked"] == 5
+    assert "--agent tests.batch_norm_agent" in result.stderr.splitlines()[-1]
+    test = ("--mode", "test", "--num_test_episodes", 1)
+    assert main(*flags_of(module, savedir, *flags, *test), module=module)[0] == 0
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_agent", "--agent no_such_agent: No module named"),
+        ("", "--agent : "),
+        ("vtrace", "--agent vtrace: expected a module with parser"),
+        ("polybeast_env", "--agent polybeast_env: expected a module with Agent"),
+    ],
+)
+def test_what_is_no_agent_is_one_line(savedir, module, name, words):
+    assert words in refusal(*flags_of(module, savedir, "--agent", name), module=module)
+    assert not savedir.exists()
+
+
+def test_an_agent_may_have_flags_of_its_own(savedir, my_agent, monkeypatch):
+    def parser():
+        p = polybeast.parser()
+        p.add_argument("--batch_of_my_own", type=int, default=3)
+        return p
+
+    seen = []
+
+    class Agent(polybeast.Agent):
+        def start_learning(self, device):
+            super().start_learning(device)
+            seen.append(self.flags.batch_of_my_own)
+
+    my_agent(Agent)
+    monkeypatch.setattr(sys.modules["my_agent"], "parser", parser)
+    for flags, expected in ((), 3), (("--batch_of_my_own", 4), 4):
+        flags = ("--agent", "my_agent", *flags)
+        assert main(*flags_of("monobeast", savedir, *flags, steps=40))[0] == 0
+        assert seen.pop() == expected
+    assert "--batch_of_my_own" in main("--agent", "my_agent", "--help").stdout
+    assert "--batch_of_my_own" not in main("--help").stdout
+
+
+# What act() returns.
+
+
+def returning(**changes):
+    """An agent whose act() returns other outputs, or no action (action=None)."""
+
+    class Agent(polybeast.Agent):
+        def act(self, step, core_state, greedy=False):
+            outputs, core_state = super().act(step, core_state, greedy)
+            outputs.update({k: f(step) for k, f in changes.items() if f is not None})
+            for name in [k for k, f in changes.items() if f is None]:
+                del outputs[name]
+            return outputs, core_state
+
+    return Agent
+
+
+WRONG_OUTPUTS = [
+    (returning(reward=lambda step: step["reward"]), "'reward', which a rollout has of"),
+    (returning(core_state=lambda step: step["reward"]), "'core_state', which a rollou"),
+    (returning(action=None), r"\['policy_logits'\], expected 'action' in it"),
+    (
+        returning(value=lambda step: step["reward"][0]),
+        r"value of shape \[2\], expected",
+    ),
+    (
+        returning(value=lambda step: {"a": torch.zeros(1)}),
+        r"value/a of shape \[1\], ex",
+    ),
+    (returning(value=lambda step: 0 / step["reward"]), "value is not finite"),
+    (returning(value=lambda step: 7), "value as int, expected a tensor"),
+    (
+        returning(value=lambda step: torch.zeros(1, 2, requires_grad=True)),
+        "value as a tensor with a gradient",
+    ),
+    (
+        returning(action=lambda step: step["reward"]),
+        r"action as torch.float32 \[1, 2\], expected torch.int64 \[1, 2\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("agent", "message"), WRONG_OUTPUTS)
+def test_what_no_rollout_can_hold_is_an_error_that_names_it(agent, message):
+    flags = polybeast.program_parser().parse_args([])
+    env = environment.Environment(environment.make("CartPole-v1", 2))
+    agent = agent(flags, env.observation_space, env.action_space)
+    with pytest.raises(ValueError, match=message):
+        rollouts.specs(agent, env.initial(0), unroll_length=20)
+
+
+def test_a_core_state_of_another_shape_is_an_error_that_names_both():
+    class Agent(polybeast.Agent):
+        def act(self, step, core_state, greedy=False):
+            outputs, core_state = super().act(step, core_state, greedy)
+            return outputs, tuple(x[..., :3] for x in core_state)
+
+    flags = polybeast.program_parser().parse_args(["--use_lstm"])
+    env = environment.Environment(environment.make("CartPole-v1", 2))
+    agent = Agent(flags, env.observation_space, env.action_space)
+    with pytest.raises(ValueError, match=r"core_state .*3\].*expected .*256\]"):
+        rollouts.specs(agent, env.initial(0), unroll_length=20)
+
+
+@both
+def test_what_act_returns_is_looked_at_before_anything_is_started(
+    module, savedir, my_agent
+):
+    my_agent(returning(action=None))
+    line = refusal(*flags_of(module, savedir, "--agent", "my_agent"), module=module)
+    assert "act() returned ['policy_logits'], expected 'action' in it" in line
+    assert not savedir.exists()
+
+
+# What learn() returns.
+
+
+@pytest.mark.parametrize(
+    ("statistics", "words"),
+    [
+        ({"frames": 1.0}, "learn() returned the statistic 'frames', expected"),
+        ({"two words": 1.0}, "learn() returned the statistic 'two words', expected"),
+        ({"my_loss": float("nan")}, "my_loss is nan at step 40 (update 1)"),
+        ({"my_loss": torch.tensor(torch.inf)}, "my_loss is inf at step 40 (update 1)"),
+    ],
+)
+def test_a_statistic_that_cannot_be_logged_ends_the_run_in_a_line_that_names_it(
+    statistics, words, savedir, my_agent
+):
+    class Agent(polybeast.Agent):
+        def learn(self, batch):
+            return {**super().learn(batch), **statistics}
+
+    my_agent(Agent)
+    result = main(*flags_of("monobeast", savedir, "--agent", "my_agent"))
+    assert result.returncode == 1
+    assert [words in line for line in result.stderr.splitlines()].count(True) == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("statistic", "message"),
+    [
+        (torch.zeros(2), r"'mine' as a tensor of shape \[2\], expected one number"),
+        ("1", "'mine' as str, expected one number"),
+        (None, "'mine' as NoneType, expected one number"),
+    ],
+)
+def test_a_statistic_that_is_not_one_number_is_refused_by_name(
+    statistic, message, savedir, my_agent
+):
+    class Agent(polybeast.Agent):
+        def learn(self, batch):
+            return {**super().learn(batch), "mine": statistic}
+
+    my_agent(Agent)
+    with pytest.raises(TypeError, match=message):
+        main(*flags_of("monobeast", savedir, "--agent", "my_agent"))
+
+
+def test_a_log_of_very_many_columns_is_kept_when_the_run_resumes(savedir, my_agent):
+    class Agent(polybeast.Agent):
+        def learn(self, batch):
+            many = {f"statistic_{i}": self.updates / 3 for i in range(300)}
+            return {**super().learn(batch), **many}
+
+    my_agent(Agent)
+    for steps in (80, 160):
+        flags = flags_of("monobeast", savedir, "--agent", "my_agent", steps=steps)
+        assert main(*flags).returncode == 0
+    rows = read_logs(savedir / "x")
+    assert [int(row["step"]) for row in rows] == [40, 80, 120, 160]
+    assert [float(row["statistic_299"]) for row in rows] == pytest.approx(
+        [0, 1 / 3, 2 / 3, 1]
+    )
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    savedir, my_agent
+):
+    class Agent(polybeast.Agent):
+        def state_dict(self):
+            return {**super().state_dict(), "mean": np.float64(0.5)}
+
+    my_agent(Agent)
+    line = refusal(*flags_of("monobeast", savedir, "--agent", "my_agent"))
+    assert "the agent's state_dict() holds what no checkpoint can, expected" in line
+
+
+@both
+def test_an_agent_that_exits_ends_the_run_as_it_says(savedir, module, my_agent):
+    class Agent(polybeast.Agent):
+        def learn(self, batch):
+            sys.exit(7)
+
+    my_agent(Agent)
+    flags = flags_of(module, savedir, "--agent", "my_agent", "--num_learner_threads", 1)
+    assert main(*flags, module=module).returncode == 7
+
+
+def colliding():
+    p = polybeast.parser()
+    p.add_argument("--seed")
+    return p
+
+
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        (lambda: None, "parser() returned NoneType, expected argparse.ArgumentParser"),
+        (argparse.ArgumentParser, "expected argparse.ArgumentParser(add_help=False)"),
+        (colliding, "--agent my_agent: parser(): argument --seed: conflicting option"),
+    ],
+)
+def test_a_parser_that_does_not_fit_is_one_line(parser, words, my_agent, monkeypatch):
+    my_agent(polybeast.Agent)
+    monkeypatch.setattr(sys.modules["my_agent"], "parser", parser)
+    assert words in refusal("--agent", "my_agent")
+
+
+def test_what_an_agents_module_cannot_import_is_a_traceback_of_its_own(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "agent_of_mine.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        main("--agent", "agent_of_mine")
+
+
+def test_a_script_without_a_guard_is_told_so_by_the_processes_that_it_starts(tmp_path):
+    script = tmp_path / "script.py"
+    flags = ["--savedir", str(tmp_path / "logs"), "--env", "CartPole-v1"]
+    flags += ["--num_actors", "1", "--max_actor_restarts", "0"]
+    script.write_text(f"import monobeast\nmonobeast.main({flags})\n")
+    result = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "the script needs `if __name__ == '__main__':`" in result.stderr
+    assert len(list((tmp_path / "logs").glob("torchbeast-*"))) == 1
+
+
+def test_a_statistic_that_comes_later_is_empty_in_the_rows_before(savedir, my_agent):
+    class Agent(polybeast.Agent):
+        def learn(self, batch):
+            statistics = super().learn(batch)
+            late = {"late": torch.ones(()), "number": 3} if self.updates > 2 else {}
+            return {**statistics, **late}
+
+    my_agent(Agent)
+    result = main(*flags_of("monobeast", savedir, "--agent", "my_agent", steps=160))
+    assert result.returncode == 0, result.stderr
+    rows = read_logs(savedir / "x")
+    assert [row["late"] for row in rows] == ["", "", "1.0", "1.0"]
+    assert [row["number"] for row in rows] == ["", "", "3.0", "3.0"]

@@ -1,0 +1,1 @@
+"""What carries the programs and the agents. Forking a program needs no edit in here."""

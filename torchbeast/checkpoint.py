@@ -1,0 +1,101 @@
+"""Checkpoints: one file with all that resumes a run.
+
+agent     what the agent's state_dict() returned
+flags     of the command that wrote it
+step, updates, episodes, seconds, returns, rng    the run's counters
+"""
+
+import io
+
+import torch
+
+from torchbeast.environment import BadInput
+from torchbeast.files import write_atomically
+
+
+def write(path, checkpoint):
+    """Replaces the file at path by the checkpoint, atomically. OSError if the disk is
+    full."""
+    # Through memory: torch's own writer hides the reason of a failed write.
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write_atomically(path, buffer.getbuffer())
+
+
+def read(path, flags) -> dict:
+    """Reads a checkpoint, executing nothing in the file (weights_only=True).
+
+    Raises BadInput if the file is of another environment or agent, or not a checkpoint.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        theirs, _ = checkpoint["flags"], int(checkpoint["step"])
+        env, agent = theirs["env"], theirs.get("agent", "polybeast")
+    except FileNotFoundError:
+        raise BadInput(f"no checkpoint at {path}") from None
+    except Exception as e:  # Whatever a damaged or hostile file leads to.
+        raise not_a_checkpoint(path, e) from e
+    if env != flags.env:
+        raise BadInput(f"checkpoint {path} is of --env {env}, not {flags.env}")
+    if agent != flags.agent:
+        raise BadInput(f"checkpoint {path} is of --agent {agent}, not {flags.agent}")
+    return checkpoint
+
+
+def load_agent_state(agent, checkpoint, path):
+    """Has the agent load its part of the checkpoint at path. Raises BadInput if that
+    part does not fit."""
+    # Before there were several agents, the one agent's entries were the checkpoint's.
+    state = checkpoint.get("agent", checkpoint)
+    try:
+        agent.load_state_dict(state)
+    except OtherNetwork as e:
+        raise BadInput(f"checkpoint {path} is of another network: {e}") from e
+    except KeyError as e:
+        raise BadInput(f"checkpoint {path} lacks the agent's {e}") from e
+    except Exception as e:
+        raise BadInput(
+            f"the agent cannot load checkpoint {path}: {first_line(e)}"
+        ) from e
+
+
+def check_agent_state(agent):
+    """Raises BadInput if the agent's state_dict() holds what read() would refuse."""
+    buffer = io.BytesIO()
+    torch.save(agent.state_dict(), buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as e:
+        raise BadInput(
+            "the agent's state_dict() holds what no checkpoint can, expected tensors, "
+            f"numbers, texts, and dicts and lists of them: {first_line(e)}"
+        ) from e
+
+
+class OtherNetwork(ValueError):
+    """Names the first difference between two networks' weights."""
+
+
+def load_weights(module, weights):
+    """Loads weights into the module. Raises OtherNetwork if they do not fit."""
+    theirs = {name: tuple(x.shape) for name, x in dict(weights).items()}
+    ours = {name: tuple(x.shape) for name, x in module.state_dict().items()}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise OtherNetwork(
+                f"{name} is {theirs.get(name, 'not there')} in the checkpoint, "
+                f"{ours.get(name, 'not there')} in the network of this command"
+            )
+    module.load_state_dict(weights)
+
+
+def not_a_checkpoint(path, error):
+    return BadInput(f"{path} is not a checkpoint that can be read: {first_line(error)}")
+
+
+def first_line(error):
+    """The error's type, and its message's first line without control characters."""
+    lines = [line for line in str(error).splitlines() if line.strip()][:1]
+    line = "".join(c for c in "".join(lines) if c.isprintable())
+    return f"{type(error).__name__}: {line}"

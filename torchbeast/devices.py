@@ -1,0 +1,90 @@
+"""Devices: which to compute on, in which precision, and copies to and from them."""
+
+import contextlib
+import functools
+import re
+
+import torch
+
+from torchbeast.encoders import has_images
+from torchbeast.environment import BadInput, map_structure
+
+
+def set_defaults(flags):
+    """Fills in the flags of run_parser() whose defaults depend on the machine."""
+    if flags.learner_device is None:
+        flags.learner_device = "cuda" if torch.cuda.is_available() else "cpu"
+    if flags.num_learner_threads is None:
+        flags.num_learner_threads = 1 if flags.learner_device == "cpu" else 2
+
+
+def get_device(flags, flag):
+    """Returns the torch.device that a flag names. Raises BadInput if it cannot be
+    used."""
+    name = getattr(flags, flag)
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", name):
+        raise BadInput(f"--{flag} {name}: expected cpu, cuda or cuda:N")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:  # Without CUDA: AssertionError.
+        raise BadInput(f"--{flag} {name}: {str(e).splitlines()[0]}") from e
+    return device
+
+
+def has_bfloat16(device):
+    """Tells whether the device is faster in bfloat16. (PyTorch computes in bfloat16 on
+    any CPU, but without AMX it was slower than float32, even with AVX512-BF16.)"""
+    if device.type == "cuda":
+        nvidia = torch.version.hip is None  # AMD's numbers mean something else.
+        return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    # Older versions of PyTorch do not tell.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16"))
+
+
+def choose_precision(flags, space):
+    """Replaces --precision auto by what suits the observations and the devices."""
+    if flags.precision == "auto":
+        devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
+        everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
+        bfloat16 = everywhere and has_images(space)
+        flags.precision = "bfloat16" if bfloat16 else "float32"
+
+
+@functools.cache
+def copy_stream(device):
+    """Returns the one stream of copies to a device. There is one because PyTorch keeps
+    freed memory for the stream that the memory was taken in."""
+    return torch.cuda.Stream(device)
+
+
+def to_device(nest, device):
+    """Copies the nest's tensors to the device and waits for the copies."""
+    if device.type == "cpu":
+        return nest
+    # A stream of its own: behind the kernels of an update copies would wait for it.
+    stream = copy_stream(device)
+    with torch.cuda.stream(stream):
+        nest = map_structure(lambda x: x.to(device, non_blocking=True), nest)
+    # Also what makes it safe to recycle pinned memory that was copied from.
+    stream.synchronize()
+    # Whoever uses them, their memory is not to be reused before that is done.
+    map_structure(lambda x: x.record_stream(torch.cuda.current_stream(device)), nest)
+    return nest
+
+
+def own_stream(device):
+    """A context in which this thread's kernels do not queue behind other threads'."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def to_host(nest, device):
+    """Copies the nest's tensors to host memory. Waits for a GPU once, not for each
+    tensor."""
+    nest = map_structure(lambda x: x.to("cpu", non_blocking=True), nest)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return nest

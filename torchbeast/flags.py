@@ -1,0 +1,180 @@
+"""The command line: flags that all training programs have, and --agent.
+
+No torch in here: environment servers import this file.
+"""
+
+import argparse
+import importlib
+import math
+import signal
+import sys
+
+from torchbeast.environment import BadInput
+from torchbeast.process import (
+    keep_freed_memory,
+    open_standard_files,
+    setup_logging,
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints bad input as one line on stderr and exits with code 2. Flags cannot be
+    abbreviated, because an agent may add a flag that begins like another one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs, allow_abbrev=False)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def number(kind, low=None, high=None, above=None):
+    """An argparse type: an int or float within bounds."""
+    bounds = [
+        f"{sign} {bound}"
+        for sign, bound in ((">=", low), (">", above), ("<=", high))
+        if bound is not None
+    ]
+
+    def parse(text):
+        try:
+            x = kind(text)
+        except ValueError:
+            name = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+        if not (
+            math.isfinite(x)
+            and (low is None or x >= low)
+            and (high is None or x <= high)
+            and (above is None or x > above)
+        ):
+            raise argparse.ArgumentTypeError(f"{text}, expected {' and '.join(bounds)}")
+        return x
+
+    return parse
+
+
+def load_agent(name):
+    """Imports the module that --agent names. Raises BadInput if it is not an agent."""
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, ValueError, TypeError) as e:  # "" and ".x" are not names.
+        missing = getattr(e, "name", None)
+        if missing and missing != name and not name.startswith(f"{missing}."):
+            raise  # The module is there; its traceback says what it cannot import.
+        raise BadInput(
+            f"--agent {name}: {e}; expected the name of a module, such as "
+            "examples.minatar.agent"
+        ) from e
+    for attribute in ("parser", "Agent"):
+        if not hasattr(module, attribute):
+            raise BadInput(f"--agent {name}: expected a module with {attribute}")
+    return module
+
+
+def agent_parser(name):
+    """The flags of an agent. Raises BadInput if they are not argparse's."""
+    p = load_agent(name).parser()
+    if not isinstance(p, argparse.ArgumentParser) or p.add_help:
+        raise BadInput(
+            f"--agent {name}: parser() returned {type(p).__name__}, expected "
+            "argparse.ArgumentParser(add_help=False)"
+        )
+    return p
+
+
+def make_agent(flags, env):
+    """Makes an agent of --agent for an environment.Environment."""
+    module = load_agent(flags.agent)
+    return module.Agent(flags, env.observation_space, env.action_space)
+
+
+def run_program(prog, parser, modes, argv=None):
+    """Parses the command line and calls the function of the flags that --mode names.
+    Returns the exit code.
+
+    parser: a function of the agent's name that returns the program's argparse parser
+    modes:  {--mode: function}, see play.modes()
+    """
+    if "--multiprocessing-fork" in sys.orig_argv:
+        raise RuntimeError(
+            "main() was called while a process of its own started: the script needs "
+            "`if __name__ == '__main__':` before it"
+        )
+    argv = sys.argv[1:] if argv is None else argv
+    open_standard_files()
+    setup_logging()
+    keep_freed_memory()
+    p = Parser(prog=prog, add_help=False)
+    p.add_argument("--agent", default="polybeast")
+    agent = p.parse_known_args(argv)[0].agent
+    try:
+        p = parser(agent)
+        flags = p.parse_args(argv)
+        flags.command = [prog, *argv]
+        if flags.video and flags.mode != "test":
+            raise BadInput(f"--video goes with --mode test, not {flags.mode}")
+        return modes[flags.mode](flags)
+    except BadInput as e:
+        p.error(str(e))
+    except argparse.ArgumentError as e:  # A flag that the program has, too.
+        p.error(f"--agent {agent}: parser(): {e}")
+    except KeyboardInterrupt:  # Before or after training, which handles signals itself.
+        return 128 + signal.SIGINT
+
+
+def run_parser() -> argparse.ArgumentParser:
+    """The flags of every training program, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("run")
+    g.add_argument("--mode", default="train", choices=("train", "test", "test_render"),
+                   help="train; or let a trained agent play, test_render on the screen "
+                   "(default: %(default)s)")
+    g.add_argument("--agent", metavar="MODULE", default="polybeast",
+                   help="module with the agent: network, loss, optimizer "
+                   "(default: %(default)s)")
+    g.add_argument("--xpid", metavar="NAME", help="name of the run: the same name "
+                   "again resumes it (default: from the time; for tests, the newest)")
+    g.add_argument("--savedir", metavar="DIR", default="~/logs/torchbeast",
+                   help="directory in which runs are kept (default: %(default)s)")
+    g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
+                   help="seed of weights, actions and environments "
+                   "(default: drawn by the system)")
+    g.add_argument("--disable_checkpoint", action="store_true",
+                   help="neither read nor write model.tar")
+    g.add_argument("--checkpoint_interval_seconds", type=number(float, above=0),
+                   default=600, metavar="S",
+                   help="time between checkpoints (default: %(default)s)")
+    g.add_argument("--log_interval_steps", type=number(int, 1), default=1000,
+                   metavar="N",
+                   help="steps between lines of logs.csv (default: %(default)s)")
+
+    g = p.add_argument_group("training")
+    g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
+                   metavar="N", help="agent steps to train for (default: %(default)s)")
+    g.add_argument("--batch_size", type=number(int, 1), default=4, metavar="B",
+                   help="rollouts in a learner batch (default: %(default)s)")
+    g.add_argument("--unroll_length", type=number(int, 1), default=20, metavar="T",
+                   help="steps in a rollout (default: %(default)s)")
+    g.add_argument("--num_learner_threads", type=number(int, 1), metavar="N",
+                   help="threads that take turns: one assembles a batch, and copies it "
+                   "to the GPU, while another updates (default: 2 with a GPU, else 1)")
+    g.add_argument("--learner_device", metavar="DEVICE",
+                   help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    g.add_argument("--precision", default="auto",
+                   choices=("auto", "float32", "bfloat16"),
+                   help="arithmetic of the image encoder; everything else is float32 "
+                   "(default: auto, bfloat16 in training if observations have images "
+                   "and all devices compute faster in it, else float32)")
+    g.add_argument("--compile", action="store_true",
+                   help="compile the learner's network, for GPUs: slower to start")
+
+    g = p.add_argument_group("test")
+    g.add_argument("--num_test_episodes", type=number(int, 1), default=10, metavar="N",
+                   help="whole games to play (default: %(default)s)")
+    g.add_argument("--sample_actions", action="store_true",
+                   help="sample from the policy (default: its most probable action)")
+    g.add_argument("--video", metavar="FILE.mp4", help="record the first episode")
+    # fmt: on
+    return p

@@ -1,0 +1,208 @@
+"""What every program does with an agent that learns: update, count, publish, save."""
+
+import contextlib
+import math
+import numbers
+import time
+
+import torch
+
+from torchbeast import checkpoint, play, stages
+from torchbeast.process import Signals, Stop, log
+
+
+class PublishedWeights:
+    """A network's weights on a device, for the threads of this process: one thread
+    publishes, any number fetch. Published weights do not change; new ones take their
+    place."""
+
+    def __init__(self, model, device):
+        self.device = device
+        self.publish(model, 0)
+
+    @torch.no_grad()
+    def publish(self, model, version):
+        weights = {
+            name: x.detach().to(self.device, copy=True)
+            for name, x in model.state_dict().items()
+        }
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.current_stream(self.device).record_event()
+        self._published = version, weights, copied
+
+    @torch.no_grad()
+    def fetch(self, model, have=None):
+        """Loads the newest weights into the model, unless they are version `have`.
+        Returns their version."""
+        version, weights, copied = self._published
+        if version != have:
+            if copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(copied)
+                for x in weights.values():
+                    x.record_stream(stream)
+            model.load_state_dict(weights)
+        return version
+
+
+class Learner:
+    """An agent that learns, and what an update touches: published weights, counters,
+    logs, checkpoints.
+
+    weights: anything with publish(model, version).
+
+    An update's statistics are read after the next one has been launched, so that a GPU
+    need not wait for Python: logs and counters are one update late there.
+    """
+
+    def __init__(self, flags, run, agent, weights, device):
+        """Takes the run's checkpoint, if the run has one. Raises BadInput if it does
+        not fit."""
+        self.flags = flags
+        self.run = run
+        self.agent = agent
+        self.device = device
+        # channels_last: twice as fast to train on a CPU.
+        agent.net.to(device, memory_format=torch.channels_last)
+        if flags.compile:
+            agent.net.compile()
+        agent.start_learning(device)
+        checkpoint.check_agent_state(agent)
+        run.restore(agent)
+        self.updates = run.updates
+        self.weights = weights  # Of version `updates`.
+        self.weights.publish(agent.net, self.updates)
+        self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}
+        self._idle_since = None
+        self._unread = None
+
+    @property
+    def steps_per_update(self):
+        return self.flags.unroll_length * self.flags.batch_size
+
+    def train(self, body, processes=None):
+        """Runs body(signals), which calls start() and then update() until `finished`.
+        Saves, and returns the exit code.
+
+        processes: a context that ends, after the checkpoint is written, what body has
+        started.
+        """
+        flags, run = self.flags, self.run
+        exit_code = 0
+        with Signals() as signals, processes or contextlib.nullcontext():
+            try:
+                try:
+                    body(signals)
+                except Exception:
+                    # A loss that is not finite came before what it led to.
+                    self.flush()
+                    raise
+                self.save()
+            except Stop as e:
+                exit_code = self._end_early(e)
+            finally:
+                run.close()
+        for line in stages.report(run):
+            log.info("%s", line)
+        log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
+        if run.checkpoint_path.exists():
+            log.info("test it: %s", play.command(flags))
+        return exit_code
+
+    def start(self, stage_seconds=dict):
+        """Starts the clock and the logs.
+
+        stage_seconds: called for the seconds of each stage so far, beside the
+        learner's.
+        """
+        self.run.stage_seconds = lambda: {**stage_seconds(), **self.stage_seconds}
+        self.run.start()
+
+    def _end_early(self, stop):
+        """Logs why the run ends, and saves what is worth saving. Returns the exit
+        code."""
+        log.error("%s", stop)
+        if stop.save:
+            try:
+                self.save()
+            except Stop as e:
+                log.error("not saved: %s", e)
+                return e.exit_code
+        return stop.exit_code
+
+    def update(self, batch, episodes, versions):
+        """Learns from a batch. Only one thread may call it at a time.
+
+        episodes: the episodes that ended in the batch, as Run.update() takes them
+        versions: of the weights with which each of its rollouts was begun
+        """
+        start = time.monotonic()
+        if self._idle_since is not None:
+            self.stage_seconds["learner_wait"] += start - self._idle_since
+        statistics = self.agent.learn(batch)
+        if not isinstance(statistics, dict):
+            what = type(statistics).__name__
+            raise TypeError(f"learn() returned {what}, expected a dict of statistics")
+        for name, x in statistics.items():
+            if torch.is_tensor(x) and x.numel() != 1:
+                what = f"a tensor of shape {list(x.shape)}"
+            elif not torch.is_tensor(x) and not isinstance(x, numbers.Real):
+                what = type(x).__name__
+            else:
+                continue
+            raise TypeError(
+                f"learn() returned the statistic {name!r} as {what}, expected one "
+                "number"
+            )
+        tensors = {k: x for k, x in statistics.items() if torch.is_tensor(x)}
+        values, read = torch.zeros(0), None
+        if tensors:
+            values = [x.detach().reshape(()).float() for x in tensors.values()]
+            values = torch.stack([x.to(self.device) for x in values])
+            values = values.to("cpu", non_blocking=True)
+        if self.device.type == "cuda":
+            read = torch.cuda.current_stream(self.device).record_event()
+        counts = dict(
+            num_steps=self.steps_per_update,
+            episodes=episodes,
+            policy_lag=self.updates - sum(versions) / len(versions),
+        )
+        self.updates += 1
+        self.flush()
+        self._unread = statistics, list(tensors), values, read, counts
+        if read is None:
+            self.flush()
+        self.weights.publish(self.agent.net, self.updates)
+        self.stage_seconds["update"] += time.monotonic() - start
+        if self.run.save_is_due():
+            self.save()
+        self._idle_since = time.monotonic()
+
+    def flush(self):
+        """Counts and logs the last update, once its statistics have arrived."""
+        if self._unread is None:
+            return
+        statistics, names, values, read, counts = self._unread
+        self._unread = None
+        if read is not None:
+            read.synchronize()
+        statistics = {**statistics, **dict(zip(names, values.tolist()))}
+        self.run.update(statistics=statistics, **counts)
+
+    def save(self):
+        self.flush()
+        self.run.save(self.agent)
+
+    @property
+    def rollouts_left(self):
+        """The number of rollouts that are learned from until --total_steps."""
+        steps = max(0, self.flags.total_steps - self.run.step)
+        return math.ceil(steps / self.steps_per_update) * self.flags.batch_size
+
+    @property
+    def finished(self):
+        step = self.run.step
+        if self._unread is not None:
+            step += self.steps_per_update
+        return step >= self.flags.total_steps

@@ -1,0 +1,72 @@
+"""What crosses the network between environment servers and learners.
+
+csrc/torchbeast.proto defines the messages; csrc/wire.h reads them in the learner.
+"""
+
+import numpy as np
+
+from torchbeast import environment
+from torchbeast import torchbeast_pb2 as pb
+
+PROTOCOL_VERSION = 1
+SERVICE = "torchbeast.protocol.EnvironmentServer"
+MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
+MAX_STEP_BYTES = MAX_MESSAGE_BYTES - 2**21  # Beside a Welcome and lengths.
+MAX_REQUEST_BYTES = 2**22
+
+
+def encode_structure(nest):
+    if isinstance(nest, dict):
+        children = map(encode_structure, nest.values())
+        return pb.Structure(kind=pb.Structure.DICT, keys=nest, children=children)
+    if isinstance(nest, (tuple, list)):
+        kind = pb.Structure.TUPLE if isinstance(nest, tuple) else pb.Structure.LIST
+        return pb.Structure(kind=kind, children=map(encode_structure, nest))
+    return pb.Structure(kind=pb.Structure.LEAF)
+
+
+DTYPE_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}  # DLPack's.
+
+
+def encode_spec(nest):
+    """Returns the Spec of a nest of arrays. Raises ValueError for arrays that cannot be
+    sent."""
+    arrays = []
+    size = 0
+    for path, x in environment.leaves(nest):
+        x = np.asarray(x)
+        if x.dtype.kind not in DTYPE_CODES or not x.dtype.isnative or x.ndim > 7:
+            raise ValueError(
+                f"{path} is {x.dtype} {list(x.shape)}, expected numbers or bool, of at "
+                "most 7 dimensions, in this machine's byte order"
+            )
+        code = DTYPE_CODES[x.dtype.kind]
+        arrays.append(pb.ArraySpec(code=code, bits=8 * x.itemsize, shape=x.shape))
+        size += x.nbytes
+    if size > MAX_STEP_BYTES:
+        raise ValueError(
+            f"a step has {size} bytes, expected at most {MAX_STEP_BYTES}: take smaller "
+            "--envs_per_server"
+        )
+    return pb.Spec(structure=encode_structure(nest), arrays=arrays)
+
+
+def encode_step(step):
+    """Returns a serialised Response that holds the step's arrays. (protobuf produces
+    the same bytes, but copies every array three times more.)"""
+    arrays = []
+    for _, x in environment.leaves(step):
+        x = np.asarray(x).reshape(-1).view(np.uint8)
+        arrays += [prefix(pb.Arrays.DATA_FIELD_NUMBER, len(x)), x]
+    size = sum(map(len, arrays))
+    return b"".join([prefix(pb.Response.STEP_FIELD_NUMBER, size), *arrays])
+
+
+def prefix(field, size):
+    """Returns what stands before a field of `size` bytes in a serialised message."""
+    result = bytearray([field << 3 | 2])
+    while size > 127:
+        result.append(size & 127 | 128)
+        size >>= 7
+    result.append(size)
+    return result

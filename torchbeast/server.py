@@ -1,0 +1,287 @@
+"""One environment server: a process that steps environments for learners.
+
+It gives each learner that connects a new batch of environments, stepped together.
+torchbeast/servers.py starts such processes. No torch in here.
+
+E is the number of environments of a stream.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from concurrent import futures
+
+import grpc
+import numpy as np
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from torchbeast import environment, tls
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.environment import BadInput
+from torchbeast.process import SIGNALS, keep_freed_memory, log, setup_logging
+from torchbeast.protocol import (
+    MAX_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
+    PROTOCOL_VERSION,
+    SERVICE,
+    encode_spec,
+    encode_step,
+)
+
+MAX_STREAMS = 64  # Of a server.
+MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
+HANDSHAKE_TIMEOUT_S = 10
+LOG_EVERY_S = 60
+
+
+class EnvironmentServer:
+    """Answers the streams of one server process."""
+
+    def __init__(self, create_env, flags):
+        self.create_env = create_env
+        self.flags = flags
+        self._lock = threading.Lock()
+        self._num_streams = 0  # Guarded by _lock.
+
+    def handler(self):
+        """Returns what a grpc.Server is given."""
+        stream = grpc.stream_stream_rpc_method_handler(
+            self.stream,
+            # stream() parses requests, and yields serialised responses.
+            request_deserializer=None,
+            response_serializer=None,
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Stream": stream})
+
+    def stream(self, requests, context):
+        """Answers one stream, from Hello to the end, with a batch of environments of
+        its own.
+
+        requests: an iterator of bytes. Yields bytes.
+        """
+        peer = context.peer()
+        if peer.startswith("unix:"):  # All that gRPC knows of it.
+            peer = "learner on this host"
+        with self._lock:
+            full = self._num_streams >= MAX_STREAMS
+            self._num_streams += not full
+        if full:
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"this server has {MAX_STREAMS} streams already",
+            )
+        env = None
+        stats = Statistics(peer)
+        try:
+            hello = self._parse(next(requests, b"")).hello
+            if hello.version != PROTOCOL_VERSION:
+                raise Refused(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"the learner speaks version {hello.version} of the protocol, this "
+                    f"server version {PROTOCOL_VERSION}",
+                )
+            log.info("%s: connected", peer)
+            with environment.watched():
+                env = self.create_env(self.flags, self.flags.envs_per_server)
+            seed = hello.seed if self.flags.seed is None else self.flags.seed
+            step = env.initial(seed % 2**30)  # Every environment takes these, and + E.
+            welcome = pb.Response(welcome=self._welcome(env, step))
+            # Serialised messages one after the other are one message.
+            yield welcome.SerializeToString() + encode_step(step)
+            shape = (env.num_envs, *env.action_shape)
+            for request in requests:
+                action = self._action(self._parse(request), shape, env.num_actions)
+                step = env.step(action)
+                stats.add(step)
+                yield encode_step(step)
+        except GeneratorExit:  # The learner is gone.
+            raise
+        except Exception as e:
+            if not context.is_active():
+                return  # The learner is gone, which interrupts next(requests).
+            if isinstance(e, Refused):
+                code, text = e.args
+            else:
+                code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
+            log.error("%s: %s", peer, text)
+            context.abort(code, text[-MAX_ERROR_CHARACTERS:])
+        finally:
+            with self._lock:
+                self._num_streams -= 1
+            if env is not None:
+                env.close()
+            stats.log("disconnected after ")
+
+    def _welcome(self, env, step):
+        action = np.zeros((env.num_envs, *env.action_shape), np.int64)
+        return pb.Welcome(
+            version=PROTOCOL_VERSION,
+            observation_space=str(env.observation_space),
+            action_space=str(env.action_space),
+            num_envs=env.num_envs,
+            step=encode_spec(step),
+            action=encode_spec(action),
+        )
+
+    def _parse(self, request):
+        try:
+            return pb.Request.FromString(request)
+        except DecodeError:
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the learner sent a message that cannot be parsed",
+            ) from None
+
+    def _action(self, request, shape, num_actions):
+        """Returns the action [E, ...] int64 of a request. Raises Refused if there is
+        none in it."""
+        data = request.action.data
+        size = 8 * math.prod(shape)
+        if len(data) != 1 or len(data[0]) != size:
+            got = f"{len(data[0])} bytes" if len(data) == 1 else f"{len(data)} arrays"
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the action has {got}, expected {size} bytes: int64 {list(shape)}",
+            )
+        action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
+        if action.min() < 0 or not (action < num_actions).all():
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"the action {action.tolist()} is out of bounds, expected 0 to less "
+                f"than {list(num_actions)}",
+            )
+        return action
+
+
+class Refused(Exception):
+    """A mistake of the learner's: (grpc.StatusCode, message)."""
+
+
+class Statistics:
+    """Logs what a stream did, once a minute and at its end."""
+
+    def __init__(self, peer):
+        self.peer = peer
+        self.start = self.logged_at = time.monotonic()
+        self.steps = self.episodes = 0
+        self.total_return = 0.0
+
+    def add(self, step):
+        self.steps += len(step["reward"])
+        end = step["episode_end"]
+        if end.any():
+            self.episodes += int(end.sum())
+            self.total_return += float(step["episode_return"][end].sum())
+        if time.monotonic() - self.logged_at > LOG_EVERY_S:
+            self.log()
+
+    def log(self, what=""):
+        self.logged_at = time.monotonic()
+        rate = self.steps / max(1e-9, self.logged_at - self.start)
+        text = f"{what}{self.steps:,} steps, {rate:,.0f} steps/s, "
+        text += f"{self.episodes} episodes"
+        if self.episodes:
+            text += f", mean return {self.total_return / self.episodes:.2f}"
+        log.info("%s: %s", self.peer, text)
+
+
+def add_port(server, address, flags):
+    """Has the server listen at the address. Raises BadInput if it cannot."""
+    try:
+        if flags.tls_cert is None or address.startswith("unix:"):
+            server.add_insecure_port(address)
+        else:
+            pem = tls.load(flags, "server")
+            key_and_cert = pem["tls_key"], pem["tls_cert"]
+            credentials = grpc.ssl_server_credentials(
+                [key_and_cert], pem["tls_ca"], require_client_auth=True
+            )
+            server.add_secure_port(address, credentials)
+    except RuntimeError as e:
+        raise BadInput(f"cannot serve at {address}: {why_not_free(address)}") from e
+
+
+def why_not_free(address):
+    """Returns the system's reason why an address cannot be listened at, which gRPC
+    hides."""
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(path)
+            os.unlink(path)
+        else:
+            host, _, port = address.rpartition(":")
+            where = socket.getaddrinfo(host.strip("[]"), int(port))
+            family, _, _, _, name = where[0]
+            with socket.socket(family, socket.SOCK_STREAM) as s:
+                s.bind(name)
+    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host.
+        return getattr(e, "strerror", None) or str(e)
+    return "is it in use?"
+
+
+def serve(create_env, flags, address, directory, parent):
+    """Serves at the address until the parent closes the connection, or is gone; then
+    removes the directory. Only the parent handles signals."""
+    for s in SIGNALS:
+        signal.signal(s, signal.SIG_IGN)
+    setup_logging()
+    keep_freed_memory()
+    environment.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
+    pool = futures.ThreadPoolExecutor(MAX_STREAMS + 8)  # And some for health checks.
+    server = grpc.server(
+        pool,
+        options=[
+            ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # No compression: a few bytes could become any number of them.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.per_message_decompression", 0),
+            ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
+            # Learner and server ask each other every 10 s: one that is gone without
+            # a word, as when its host's power fails, is noticed after half a minute.
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    server.add_generic_rpc_handlers([EnvironmentServer(create_env, flags).handler()])
+    checks = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    try:
+        add_port(server, address, flags)
+    except BadInput as e:
+        with contextlib.suppress(OSError):
+            parent.send(str(e))
+        sys.exit(2)
+    server.start()
+    for service in ("", SERVICE):
+        checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+    with contextlib.suppress(OSError, EOFError):
+        parent.send(None)
+        parent.recv()
+    checks.enter_graceful_shutdown()
+    server.stop(grace=1).wait()
+    if directory is not None:  # The parent may not have come to it.
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)  # Streams that are in an environment's step do not hold this up.
+
+
+def main(parent):
+    """Runs the server that torchbeast/servers.py describes over the connection."""
+    try:
+        arguments = parent.recv()
+    except EOFError:  # The parent is gone.
+        return
+    serve(*arguments, parent)

@@ -1,0 +1,181 @@
+"""The environment servers of this host: processes that are started, watched, ended.
+
+No torch in here.
+"""
+
+import argparse
+import contextlib
+import errno
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+from torchbeast import files
+from torchbeast.environment import BadInput
+from torchbeast.process import log, signals_blocked
+
+
+def count_up(first, n):
+    """Returns the n addresses that count up from the first. Raises BadInput if the
+    first is not an address."""
+    if first.startswith("unix:"):
+        path = first.removeprefix("unix:")
+        if not path:
+            raise BadInput(f"--address {first}: expected unix:PATH")
+        return [first] if n == 1 else [f"{first}.{i}" for i in range(n)]
+    host, colon, port = first.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) <= 65536 - n):
+        raise BadInput(
+            f"--address {first}: expected HOST:PORT, PORT from 1 to {65536 - n}, or "
+            "unix:PATH"
+        )
+    return [f"{host}:{int(port) + i}" for i in range(n)]
+
+
+class Server:
+    """One supervised server process."""
+
+    def __init__(self, create_env, flags, address, directory):
+        self.create_env = create_env
+        self.flags = flags
+        self.address = address
+        self.directory = directory
+        self.restarts = 0
+        self.start()
+
+    def start(self):
+        """Starts the process. Raises OSError if the machine has too many processes or
+        open files."""
+        self.started_at = time.monotonic()
+        self.served = False  # Its socket was there.
+        if self.directory is not None:  # Some systems tidy up.
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            if os.lstat(self.directory).st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, "its directory is of somebody else")
+        self.connection, theirs = multiprocessing.Pipe()
+        # A new interpreter: a process of multiprocessing's would import what the
+        # learner's main module does, and with it PyTorch (two seconds, 180 MB each).
+        code = f"""# The environment server at {self.address}.
+import sys
+from multiprocessing.connection import Connection
+parent = Connection({theirs.fileno()})
+sys.path[:] = parent.recv()
+from torchbeast.server import main
+main(parent)"""
+        with theirs, signals_blocked():  # They are this process's to act on.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        with contextlib.suppress(OSError):  # It ended: wait_until_ready() says so.
+            self.connection.send([os.fspath(p) or os.getcwd() for p in sys.path])
+            self.connection.send(
+                (self.create_env, self.flags, self.address, self.directory)
+            )
+
+    def wait_until_ready(self):
+        """Waits until the server serves. Raises BadInput if it cannot."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            message = f"the server at {self.address} ended while it started"
+        if message is not None:
+            raise BadInput(message)
+
+    def restart_if_ended(self):
+        if self.process.poll() is None:
+            there = os.path.exists(self.address.removeprefix("unix:"))
+            self.served = self.served or there
+            if there or not self.served or self.directory is None:
+                return
+            self.process.kill()  # Nobody can connect to it any more.
+            self.process.wait()
+        ran_s = time.monotonic() - self.started_at
+        wait_s = min(30, 2 ** min(self.restarts, 5)) if ran_s < 60 else 0
+        if ran_s < wait_s:
+            return
+        self.restarts += 1
+        code, outcome = self.process.returncode, "started again"
+        try:
+            self.start()
+        except OSError as e:
+            outcome = f"cannot be started again: {e.strerror}"
+        log.error("server at %s ended (exit code %s), %s", self.address, code, outcome)
+
+    def stop(self):
+        self.connection.close()  # Which ends it.
+
+    def join(self, deadline):
+        """Waits for its end until time.monotonic() is deadline, then kills it."""
+        try:
+            self.process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Servers:
+    """The server processes of one program.
+
+        with Servers(create_env) as servers:
+            servers.start(flags, addresses)
+
+    create_env(flags, num_envs): a function that server processes can import.
+    """
+
+    def __init__(self, create_env):
+        self._create_env = create_env
+        self._servers = []
+        self._stack = contextlib.ExitStack()
+
+    def start_here(self, flags):
+        """Starts --num_servers servers for this program alone. Returns their addresses,
+        Unix sockets in a temporary directory."""
+        directory = files.temporary_directory(self._stack)
+        addresses = count_up(f"unix:{directory}/server", flags.num_servers)
+        # The learner seeds its streams.
+        flags = argparse.Namespace(**{**vars(flags), "seed": None})
+        self.start(flags, addresses, directory)
+        return addresses
+
+    def start(self, flags, addresses, directory=None):
+        """Starts a server at each address. Returns when all of them serve. Raises
+        BadInput if one of them cannot.
+
+        directory: that of their sockets, which they remove when this process is gone.
+        """
+        for address in addresses:
+            try:
+                server = Server(self._create_env, flags, address, directory)
+                self._servers.append(server)
+            except OSError as e:
+                message = f"the server at {address} cannot be started: {e.strerror}"
+                raise BadInput(message) from e
+        for server in self._servers:
+            server.wait_until_ready()
+
+    def restart_ended(self):
+        for server in self._servers:
+            server.restart_if_ended()
+
+    def kill(self):
+        """Kills the servers at once. A signal handler may call it."""
+        for server in self._servers:
+            server.process.kill()
+            if server.directory is not None:
+                shutil.rmtree(server.directory, ignore_errors=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with self._stack:  # The directory goes last.
+            for server in self._servers:
+                server.stop()
+            deadline = time.monotonic() + 10
+            for server in self._servers:
+                server.join(deadline)
