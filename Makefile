@@ -94,7 +94,7 @@ gpu-bundle: $(VENV)/.dev
 	$(MAKE) --no-print-directory wheel PYTHONS=python3.12
 	mkdir -p dist/gpu build
 	cp dist/torchbeast-*-cp312-*.whl dist/gpu
-	grep -vE '^(torch|opencv)' requirements.txt > build/gpu-requirements.txt
+	grep -vE '^(torch|opencv|matplotlib)' requirements.txt > build/gpu-requirements.txt
 	grep -E '^(pytest==|psutil)' requirements-dev.txt >> build/gpu-requirements.txt
 	$(python) -m pip download --quiet --disable-pip-version-check --dest dist/gpu \
 		--only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \

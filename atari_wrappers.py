@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
-from torchbeast.environment import BadInput
+from torchbeast.process import BadInput
 
 try:
     import ale_py

@@ -20,33 +20,32 @@ it. Its actions are those taken on steps 0 to T - 1.
 import queue
 import sys
 import threading
-import traceback
 from collections import deque
 
 import torch
 
 import polybeast_env
-from torchbeast import devices, environment, play, rollouts, seeds
+from torchbeast import devices, rollouts, seeds
 from torchbeast.actors import (
     ActorProcesses,
     SharedWeights,
     check_limits,
     create_buffers,
-    receive,
-    send,
 )
-from torchbeast.environment import BadInput, map_structure
+from torchbeast.calls import create
+from torchbeast.encoders import summary
+from torchbeast.environment import first_step, map_structure, probe
 from torchbeast.flags import (
     Parser,
     agent_parser,
     make_agent,
     number,
     run_parser,
-    run_program,
 )
 from torchbeast.learner import Learner
 from torchbeast.machine import num_cores
-from torchbeast.process import keep_freed_memory, log
+from torchbeast.process import BadInput, log
+from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.threads import Threads
 
@@ -144,29 +143,22 @@ def write(nest, buffers, t, indices):
     map_structure(write_array, nest, buffers)
 
 
-def act(flags, index, seed, buffers, weights, connection):
-    """Runs an actor process. Fills the buffers whose indices the connection brings,
-    until it brings None or is closed. Sends (indices, version of the weights), or the
-    traceback of what went wrong."""
-    keep_freed_memory()
-    torch.set_num_threads(1)
+def act(flags, seed, buffers, weights, orders):
+    """Runs an actor process: fills the buffers that are ordered (torchbeast/actors.py)
+    until the learner wants no more."""
     torch.manual_seed(seed)
-    environment.watch(
-        flags.env, flags.env_timeout_seconds, lambda error: send(connection, error)
-    )
+    env = create(polybeast_env.create_env, flags, flags.envs_per_actor)
     try:
-        with environment.watched():
-            env = polybeast_env.create_env(flags, flags.envs_per_actor)
         actor = Actor(flags, env, make_agent(flags, env), seed)
         actor.agent.net.eval()
         arrays = map_structure(lambda x: x.numpy(), buffers)
         version = None
-        while (indices := receive(connection)) is not None:
+        for indices in orders:
             version = weights.fetch(actor.agent.net, version)
             actor.rollout(arrays, indices)
-            send(connection, (indices, version))
-    except Exception:
-        send(connection, traceback.format_exc())
+            orders.send((indices, version, env.take_metrics()))
+    finally:
+        env.close()
 
 
 # Learning.
@@ -215,17 +207,17 @@ def train(flags):
     set_defaults(flags)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
-    # With actors, this environment only tells the shapes.
-    env = polybeast_env.create_env(flags, flags.envs_per_actor)
-    if env.num_envs != flags.envs_per_actor:
-        raise BadInput(
-            f"create_env() made {env.num_envs} environments, expected num_envs = "
-            f"{flags.envs_per_actor} (--envs_per_actor)"
-        )
+    create_env = polybeast_env.create_env
+    if flags.num_actors > 0:  # Two show what steps look like.
+        env, step = probe(create_env, flags, min(2, flags.envs_per_actor))
+    else:
+        env = create(create_env, flags, flags.envs_per_actor)
+        step = first_step(env)
     devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)
-    specs = rollouts.specs(agent, env.initial(seed=0), flags.unroll_length)
+    specs = rollouts.specs(agent, step, flags.unroll_length)
     check_limits(flags, specs, agent.net)
+    rollouts.check_memory(specs, 2 * flags.batch_size)  # Beside the buffers.
     run = Run(flags, env.frames_per_step)
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
@@ -237,22 +229,26 @@ def train(flags):
         f"{flags.env}: {actors}, learner on {device}, {flags.precision}; "
         f"results in {run.path}"
     )
+    log.info(summary(agent.net, env.texts))
 
     def body(signals):
-        learner.start()
         if flags.num_actors == 0:
             train_serially(flags, env, seed, learner, buffers, signals)
         else:
-            env.close()
             train_with_actors(flags, seed, learner, buffers, signals)
 
-    return learner.train(body)
+    try:
+        return learner.train(body)
+    finally:
+        if flags.num_actors == 0:
+            env.close()
 
 
 def train_serially(flags, env, seed, learner, buffers, signals):
     """Acts and learns by turns, all in this thread. The same seed gives the same
     losses."""
     torch.set_num_threads(1)
+    learner.start(take_metrics=env.take_metrics)
     actor = Actor(flags, env, make_agent(flags, env), seed)
     actor.agent.net.eval()
     arrays = map_structure(lambda x: x.numpy(), buffers)
@@ -264,6 +260,7 @@ def train_serially(flags, env, seed, learner, buffers, signals):
         version = learner.weights.fetch(actor.agent.net, version)
         actor.rollout(arrays, indices)
         full_queue.extend((index, version) for index in indices)
+        signals.check()
         while len(full_queue) >= flags.batch_size and not learner.finished:
             items = [full_queue.popleft() for _ in range(flags.batch_size)]
             batch = make_batch(buffers, items, learner.device)
@@ -277,6 +274,7 @@ def train_with_actors(flags, seed, learner, buffers, signals):
     all. Raises what went wrong in any of them."""
     full_queue = queue.Queue()
     actors = ActorProcesses(act, flags, seed, buffers, learner.weights, full_queue)
+    learner.start(take_metrics=actors.take_metrics)
     locks = threading.Lock(), threading.Lock()  # Of a batch, and of an update.
     threads = Threads()
 
@@ -306,8 +304,8 @@ def num_learner_cores(flags):
 
 
 def main(argv=None):
-    modes = play.modes(train, polybeast_env.create_env)
-    return run_program("monobeast", program_parser, modes, argv)
+    create_env = polybeast_env.create_env
+    return run_program("monobeast", program_parser, train, create_env, argv)
 
 
 if __name__ == "__main__":

@@ -31,24 +31,26 @@ from torch import nn
 
 import polybeast_env
 import vtrace
-from torchbeast import devices, play, rollouts, seeds, streams, tls
+from torchbeast import devices, rollouts, seeds, streams, tls
+from torchbeast.batch import MAX_ENVS
 from torchbeast.checkpoint import load_weights
-from torchbeast.encoders import ResidualBlock, initialize, make_encoder
-from torchbeast.environment import BadInput, choices, map_structure
+from torchbeast.encoders import ResidualBlock, initialize, make_encoder, summary
+from torchbeast.environment import map_structure, probe
 from torchbeast.flags import (
     Parser,
     agent_parser,
     make_agent,
     number,
     run_parser,
-    run_program,
 )
 from torchbeast.gradients import set_gradients
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.machine import num_cores
-from torchbeast.process import Stop, allow_open_files, log
+from torchbeast.process import BadInput, Stop, allow_open_files, log
+from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.servers import Servers
+from torchbeast.spaces import choices
 from torchbeast.streams import set_defaults
 from torchbeast.threads import Threads
 
@@ -322,6 +324,9 @@ class Agent:
             # This command's flags count, not those the checkpoint was made with.
             for group, group_options in zip(self.optimizer.param_groups, options):
                 group.update(group_options)
+            if self.flags.momentum > 0:  # It may have been 0 before.
+                for parameter, state_of in self.optimizer.state.items():
+                    state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
             self.step, self.updates = state["step"], state["updates"]
 
 
@@ -400,13 +405,13 @@ def train(flags):
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
     actor_device = devices.get_device(flags, "actor_device")
-    env = polybeast_env.create_env(flags, 1)  # Only tells what steps look like.
-    step = env.initial(0)
-    env.close()
+    # Two environments show what steps look like.
+    env, step = probe(polybeast_env.create_env, flags, min(2, flags.envs_per_server))
     devices.choose_precision(flags, env.observation_space)
 
     agent = make_agent(flags, env)
-    rollouts.specs(agent, step, flags.unroll_length)  # Checks what act() returns.
+    specs = rollouts.specs(agent, step, flags.unroll_length)
+    streams.check_sizes(flags, step, specs)
     run = Run(flags, env.frames_per_step)
     run.open()
     weights = PublishedWeights(agent.net, actor_device)
@@ -427,7 +432,9 @@ def train(flags):
             pin_memory=device.type == "cuda",
         )
         inference_batcher = DynamicBatcher(
-            batch_dim=1, pin_memory=actor_device.type == "cuda"
+            batch_dim=1,
+            maximum_batch_size=MAX_ENVS,
+            pin_memory=actor_device.type == "cuda",
         )
         actors = ActorPool(
             flags.unroll_length,
@@ -449,6 +456,7 @@ def train(flags):
             f"{flags.env}: {num_streams} streams, {where}, {flags.precision}; "
             f"results in {run.path}"
         )
+        log.info(summary(agent.net, env.texts))
 
         def act():
             try:
@@ -466,7 +474,8 @@ def train(flags):
             learning(learner_queue, learner, lock, threads.stop)
 
         def watch():
-            servers.restart_ended()
+            rollouts_of = {s["address"]: s["rollouts"] for s in actors.status()}
+            servers.restart_ended(rollouts_of)
             watched_streams.check()
 
         def end():
@@ -483,7 +492,10 @@ def train(flags):
         for i in range(flags.num_learner_threads):
             threads.add(f"learner-{i}", learn, num_learner_cores(learner))
         updates_before = learner.updates
-        learner.start(actors.stage_seconds)
+        learner.start(
+            actors.stage_seconds,
+            lambda: streams.decode_metrics(actors.take_metrics()),
+        )
         try:
             threads.run(signals, end, watch)
         finally:
@@ -504,8 +516,8 @@ def num_learner_cores(learner):
 
 
 def main(argv=None):
-    modes = play.modes(train, polybeast_env.create_env)
-    return run_program("polybeast", program_parser, modes, argv)
+    create_env = polybeast_env.create_env
+    return run_program("polybeast", program_parser, train, create_env, argv)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ import time
 
 import atari_wrappers
 from torchbeast import environment, tls
-from torchbeast.environment import BadInput
-from torchbeast.flags import Parser, number
+from torchbeast.batch import MAX_ENVS
+from torchbeast.flags import Parser, number, run_command
 from torchbeast.machine import num_cores
 from torchbeast.process import (
     allow_open_files,
     handle_signals,
     log,
-    open_standard_files,
-    setup_logging,
 )
 
 
@@ -91,10 +89,12 @@ def parser():
                    "up (default: %(default)s)")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
                    help="server processes (default: one per core)")
-    g.add_argument("--envs_per_server", type=number(int, 1), default=8, metavar="E",
+    g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), default=8,
+                   metavar="E",
                    help="environments of each stream (default: %(default)s)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
-                   help="seed of environments (default: the learner's)")
+                   help="number that the learner's seeds of environments are mixed "
+                   "with (default: none)")
     # fmt: on
     return p
 
@@ -110,7 +110,8 @@ def serve(flags):
     tls.check(flags, addresses)
     tls.load(flags, "server")
     allow_open_files(max(4 * flags.num_servers, server.MAX_STREAMS))
-    create_env(flags, flags.envs_per_server).close()  # BadInput here, not in a process.
+    # BadInput is to be raised here, not in a process.
+    environment.probe(create_env, flags, min(2, flags.envs_per_server))
     received = []
     handle_signals(lambda signum, _: received.append(signum))
     if flags.insecure:
@@ -131,16 +132,7 @@ def serve(flags):
 
 
 def main(argv=None):
-    p = parser()
-    flags = p.parse_args(argv)
-    open_standard_files()
-    setup_logging()
-    try:
-        return serve(flags)
-    except BadInput as e:
-        p.error(str(e))
-    except KeyboardInterrupt:  # Before serve() deals with signals.
-        return 128 + signal.SIGINT
+    return run_command("polybeast_env", lambda: serve(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -106,18 +106,19 @@ def from_logits(
 
 @torch.no_grad()
 def from_importance_weights(
-    log_rhos: Tensor,  # [T, B] log pi(a|x) - log mu(a|x).
-    discounts: Tensor,  # [T, B] gamma, or 0 where the episode terminated at x_{s+1}.
-    rewards: Tensor,  # [T, B]
-    values: Tensor,  # [T, B] V(x_s).
-    bootstrap_value: Tensor,  # [B] V(x_T).
-    mask: Tensor | None = None,  # [T, B] bool, False: not a real transition.
+    log_rhos: Tensor,  # [T, B, ...] log pi(a|x) - log mu(a|x).
+    discounts: Tensor,  # [T, B, ...] gamma, or 0 where it terminated at x_{s+1}.
+    rewards: Tensor,  # [T, B, ...]
+    values: Tensor,  # [T, B, ...] V(x_s).
+    bootstrap_value: Tensor,  # [B, ...] V(x_T).
+    mask: Tensor | None = None,  # [T, B, ...] bool, False: not a real transition.
     clip_rho_threshold: float | None = 1.0,  # rho-bar. None: no clipping.
     clip_pg_rho_threshold: float | None = 1.0,  # The same, for the advantages.
     clip_c_threshold: float | None = 1.0,  # c-bar.
     lambda_: float = 1.0,  # Remark 2: c_s is multiplied by it.
 ) -> VTraceReturns:
-    """Off-policy corrected value targets and policy gradient advantages.
+    """Off-policy corrected value targets and policy gradient advantages. What follows B
+    in the shapes may be anything, for example agents, or heads of the network.
 
     Equation (1) of the paper, in its recursive form (remark 1):
 
@@ -135,8 +136,9 @@ def from_importance_weights(
     Raises ValueError, naming the argument, for a wrong rank, shape or dtype.
     """
     _check_float("log_rhos", log_rhos)
-    if log_rhos.ndim != 2:
-        raise ValueError(f"log_rhos has shape {tuple(log_rhos.shape)}, expected [T, B]")
+    if log_rhos.ndim < 2:
+        shape = tuple(log_rhos.shape)
+        raise ValueError(f"log_rhos has shape {shape}, expected [T, B, ...]")
     for name, x in dict(discounts=discounts, rewards=rewards, values=values).items():
         _check_float(name, x)
         _check_alike(name, x, log_rhos)
@@ -155,7 +157,7 @@ def from_importance_weights(
 
     rhos = torch.exp(log_rhos)
     cs = lambda_ * _clip(rhos, clip_c_threshold)
-    next_values = torch.cat([values[1:], bootstrap_value[None]])  # [T, B]
+    next_values = torch.cat([values[1:], bootstrap_value[None]])  # [T, B, ...]
     td_errors = rewards + discounts * next_values - values
     deltas = _where(mask, _clip(rhos, clip_rho_threshold) * td_errors)
     decays = _where(mask, discounts * cs)

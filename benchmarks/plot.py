@@ -44,19 +44,19 @@ def thin(rows, columns, num_lines=500):
                 line[name] = sum(x for x, _ in values)
             elif values:
                 # Means over episodes weigh as many episodes as they are of.
-                by_episode = name.startswith("episode_")
+                by_episode = name.startswith(("episode_", "episode/"))
                 weights = [r["episodes"] if by_episode else 1 for _, r in values]
                 total = sum(x * w for (x, _), w in zip(values, weights))
                 line[name] = round(total / sum(weights), 4)
         yield line
 
 
-def moving_average(rows, num_episodes=100):
-    """[(step, mean return of about the last num_episodes episodes)]"""
+def moving_average(rows, name, num_episodes=100):
+    """[(step, mean of a column over about the last num_episodes episodes)]"""
     recent, points = [], []
     for row in rows:
-        if "episode_return" in row:
-            recent += [row["episode_return"]] * int(row["episodes"])
+        if name in row:
+            recent += [row[name]] * max(1, int(row["episodes"]))
             del recent[:-num_episodes]
         if recent:
             points.append((row["step"], sum(recent) / len(recent)))
@@ -69,33 +69,42 @@ def main():
     )
     p.add_argument("runs", nargs="+", type=pathlib.Path, help="directories of runs")
     p.add_argument("--out", required=True, type=pathlib.Path, help="without suffix")
+    p.add_argument("--column", default="episode_return", help="of logs.csv")
     p.add_argument("--title", default="")
     p.add_argument("--labels", nargs="*", default=[])
     flags = p.parse_args()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for i, run in enumerate(flags.runs):
-        rows = read(run / "logs.csv")
+        path = run / "logs.csv"
+        if not path.is_file():
+            p.error(f"{path} is not there: expected the directory of a run")
+        rows = read(path)
         label = flags.labels[i] if i < len(flags.labels) else run.resolve().name
-        single = [
-            (r["step"], r["episode_return"]) for r in rows if "episode_return" in r
-        ]
-        (line,) = axes.plot(*zip(*moving_average(rows)), label=label)
+        name = flags.column
+        single = [(r["step"], r[name]) for r in rows if name in r]
+        if not single:
+            p.error(f"{path} has no {name} yet")
+        by_episode = name.startswith("episode")
+        points = moving_average(rows, name) if by_episode else single
+        (line,) = axes.plot(*zip(*points), label=label)
         if len(flags.runs) == 1:
             axes.plot(*zip(*single), ".", ms=1, alpha=0.3, color=line.get_color())
     axes.set(
         xlabel="agent steps",
-        ylabel="episode return, mean of the last 100",
+        ylabel=f"{flags.column.replace('_', ' ')}, mean of the last 100"
+        if flags.column.startswith("episode")
+        else flags.column,
         title=flags.title,
     )
     axes.grid(alpha=0.3)
     if len(flags.runs) > 1:
         axes.legend()
     flags.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(flags.out.with_suffix(".png"), dpi=120)
+    figure.savefig(f"{flags.out}.png", dpi=120)
     if len(flags.runs) == 1:
         with open(flags.runs[0] / "logs.csv", newline="") as f:
             columns = next(csv.reader(f))
-        with open(flags.out.with_suffix(".csv"), "w", newline="") as f:
+        with open(f"{flags.out}.csv", "w", newline="") as f:
             writer = csv.DictWriter(f, columns)
             writer.writeheader()
             writer.writerows(thin(rows, columns))

@@ -35,9 +35,12 @@
 
 namespace torchbeast {
 
-inline constexpr int kProtocolVersion = 1;
+inline constexpr int kProtocolVersion = 2;
 inline constexpr int kMaxEnvs = 4096;           // Of a stream.
 inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
+
+inline constexpr size_t kMaxMetricsWaiting = 1 << 24;  // Bytes of them.
+inline constexpr size_t kMaxMetrics = 10'000;          // Episodes whose metrics wait.
 
 struct NoPayload {};
 using LearnerQueue = BatchingQueue<NoPayload>;
@@ -55,8 +58,8 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
 //             that wait for the batcher or the queue end when these are served or
 //             closed: close them, too.
-//   add(), remove(), status(), rollouts(), stage_seconds()   any thread, any time;
-//             never block for long.
+//   add(), remove(), status(), rollouts(), stage_seconds(), take_metrics()
+//             any thread, any time; never block for long.
 //
 // All actors together deliver exactly max_rollouts, and then wait for stop().
 //
@@ -87,6 +90,7 @@ class ActorPool {
     int64_t steps = 0;       // Of all of its environments.
     int64_t rollouts = 0;    // That went into the queue.
     int64_t reconnects = 0;  // Streams that failed.
+    int64_t failures = 0;  // Of these since its last rollout, where a server answered.
     std::string last_error;
   };
 
@@ -201,7 +205,6 @@ class ActorPool {
     actor.status.stream = num_added_++;
     actor.status.address = address;
     actor.status.state = "connecting";
-    actor.seed = options_.seed + actor.status.stream;
     if (running_) start(&actor);
   }
 
@@ -226,6 +229,13 @@ class ActorPool {
     return stage_seconds_;
   }
 
+  // Metrics of episodes, in JSON, since the last call.
+  [[nodiscard]] std::vector<std::string> take_metrics() {
+    std::lock_guard<std::mutex> lock(mu_);
+    metrics_bytes_ = 0;
+    return std::exchange(metrics_, {});
+  }
+
   // Of the actors that were not removed.
   [[nodiscard]] std::vector<Status> status() const {
     std::lock_guard<std::mutex> lock(mu_);
@@ -242,12 +252,11 @@ class ActorPool {
   }
 
  protected:       // For tests, which bring a stream of their own.
-  struct Actor {  // All but seed and thread guarded by mu_.
+  struct Actor {  // All but the thread guarded by mu_.
     Status status;
     bool removed = false;
     int64_t filling = 0;  // Rollouts that are begun and not delivered.
     grpc::ClientContext* context = nullptr;  // Of the stream that is under way.
-    int64_t seed = 0;
     std::thread thread;
   };
 
@@ -279,23 +288,27 @@ class ActorPool {
   // An actor's thread: streams, one after the other.
   void act(Actor* actor) {
     std::mt19937_64 random(
-        static_cast<uint64_t>(actor->seed) ^
+        reinterpret_cast<uintptr_t>(actor) ^
         static_cast<uint64_t>(Clock::now().time_since_epoch().count()));
     std::uniform_real_distribution<double> jitter(0.5, 1.5);
     double wait_s = 0.1;
     for (;;) {
-      int64_t steps_before = 0;
+      int64_t rollouts_before = 0;
+      bool answered = true;
       std::string error;
       {
         std::lock_guard<std::mutex> lock(mu_);
         if (ends(*actor)) break;
         actor->status.state = "connecting";
-        steps_before = actor->status.steps;
+        rollouts_before = actor->status.rollouts;
       }
       try {
         stream(actor);
       } catch (const Closed&) {
         break;
+      } catch (const Unreachable& e) {
+        answered = false;
+        error = e.what();
       } catch (const std::exception& e) {
         error = e.what();
       }
@@ -304,8 +317,10 @@ class ActorPool {
       rollouts_.lost += std::exchange(actor->filling, 0);
       actor->status.last_error = error.substr(0, kMaxErrorBytes);
       ++actor->status.reconnects;
+      // Unreachable after it was there: an environment may have killed it.
+      if (answered || actor->status.state == "running") ++actor->status.failures;
       actor->status.state = "waiting to reconnect";
-      if (actor->status.steps > steps_before) wait_s = 0.1;
+      if (actor->status.rollouts > rollouts_before) wait_s = 0.1;
       const auto until =
           Clock::now() + std::chrono::duration_cast<Clock::duration>(
                              std::chrono::duration<double>(wait_s * jitter(random)));
@@ -359,9 +374,15 @@ class ActorPool {
     }
     // The other side has ended it. Always Finish(): the reason is there.
     const grpc::Status status = stream->Finish();
-    throw std::runtime_error(status.ok() ? "the server ended the stream"
-                                         : explain(status.error_message(), tls));
+    const std::string why = status.ok() ? "the server ended the stream"
+                                        : explain(status.error_message(), tls);
+    if (status.error_code() == grpc::StatusCode::UNAVAILABLE) throw Unreachable(why);
+    throw std::runtime_error(why);
   }
+
+  struct Unreachable : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
 
   // gRPC does not say whose fault it is.
   static std::string explain(const std::string& error, bool tls) {
@@ -406,7 +427,12 @@ class ActorPool {
   void converse(Actor* actor, Stream* stream) {
     protocol::Request request;
     request.mutable_hello()->set_version(kProtocolVersion);
-    request.mutable_hello()->set_seed(actor->seed);
+    request.mutable_hello()->set_seed(options_.seed);
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      request.mutable_hello()->set_stream(actor->status.stream);
+      request.mutable_hello()->set_connection(actor->status.reconnects);
+    }
     if (!stream->Write(request)) return;
     request.clear_hello();
 
@@ -484,6 +510,11 @@ class ActorPool {
         step = decode();
         rollout.write_step(t + 1, step.leaves);
         std::lock_guard<std::mutex> lock(mu_);
+        for (const std::string& text : response->metrics()) {
+          if (metrics_.size() >= kMaxMetrics) break;
+          if ((metrics_bytes_ += text.size()) > kMaxMetricsWaiting) break;
+          metrics_.push_back(text);
+        }
         actor->status.steps += num_envs;
         stage_seconds_.inference_queue += seconds.queue;
         stage_seconds_.inference += seconds.evaluation;
@@ -526,6 +557,7 @@ class ActorPool {
     }
     std::lock_guard<std::mutex> lock(mu_);
     ++actor->status.rollouts;
+    actor->status.failures = 0;
   }
 
   // What the agent answered, taken apart. Throws invalid_argument if it is not
@@ -652,15 +684,17 @@ class ActorPool {
   const Nest<Array> initial_state_;
 
   mutable std::mutex mu_;
-  std::condition_variable changed_;  // stopping_, reached_ or an actor's `removed` is
-                                     // set, or rollouts_.delivered shrank.
-  std::list<Actor> actors_;          // Guarded by mu_. Shrinks only in add().
-  StageSeconds stage_seconds_;       // Guarded by mu_.
-  int64_t num_added_ = 0;            // Guarded by mu_.
-  Rollouts rollouts_;                // Guarded by mu_.
-  bool running_ = false;             // Guarded by mu_.
-  bool stopping_ = false;            // Guarded by mu_.
-  bool reached_ = false;             // Guarded by mu_. A server has answered.
+  std::condition_variable changed_;   // stopping_, reached_ or an actor's `removed` is
+                                      // set, or rollouts_.delivered shrank.
+  std::list<Actor> actors_;           // Guarded by mu_. Shrinks only in add().
+  StageSeconds stage_seconds_;        // Guarded by mu_.
+  int64_t num_added_ = 0;             // Guarded by mu_.
+  Rollouts rollouts_;                 // Guarded by mu_.
+  std::vector<std::string> metrics_;  // Guarded by mu_.
+  size_t metrics_bytes_ = 0;          // Guarded by mu_. Of metrics_.
+  bool running_ = false;              // Guarded by mu_.
+  bool stopping_ = false;             // Guarded by mu_.
+  bool reached_ = false;              // Guarded by mu_. A server has answered.
 };
 
 }  // namespace torchbeast

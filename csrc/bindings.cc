@@ -354,7 +354,7 @@ Blocking calls release the GIL; they end on close(), and in the main thread on C
                                            check_inputs,       maximum_queue_size};
              return std::make_shared<Queue>(options, allocator(pin_memory));
            }),
-           py::arg("batch_dim"), py::arg("minimum_batch_size") = 1,
+           py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
            py::arg("check_inputs") = true, py::arg("maximum_queue_size") = py::none(),
            py::arg("pin_memory") = false)
@@ -412,7 +412,7 @@ Blocking calls release the GIL; they end on close(), and in the main thread on C
              return std::make_shared<DynamicBatcher>(options, check_outputs,
                                                      allocator(pin_memory));
            }),
-           py::arg("batch_dim"), py::arg("minimum_batch_size") = 1,
+           py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = py::none(),
            py::arg("check_outputs") = true, py::arg("pin_memory") = false)
       .def(
@@ -489,7 +489,8 @@ Args:
         refused. Not compared if empty.
     step: a nest of [., ...]; servers whose steps have other entries, dtypes or shapes,
         but for the rows, are refused. Not compared if None.
-    seed: of the first stream's environments; the others count up.
+    seed: what the seeds of all environments are made of, with the number of their
+        stream and of its connection.
     connect_timeout_s: run() raises if no server could be reached in that time.
     max_rollouts: all streams together deliver exactly so many, and then wait for
         stop(). None: without end.
@@ -561,13 +562,25 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                            py::arg("state") = s.state, py::arg("num_envs") = s.num_envs,
                            py::arg("steps") = s.steps, py::arg("rollouts") = s.rollouts,
                            py::arg("reconnects") = s.reconnects,
+                           py::arg("failures") = s.failures,
                            py::arg("last_error") = decode(s.last_error)));
             }
             return result;
           },
           "A dict for each stream: stream (its number), address, state, num_envs, "
           "steps,\n"
-          "rollouts, reconnects, last_error in the server's words.")
+          "rollouts, reconnects, failures (of these since its last rollout, where a "
+          "server\nanswered), last_error in the server's words.")
+      .def(
+          "take_metrics",
+          [](ActorPool& self) {
+            py::list result;
+            for (const std::string& text : self.take_metrics()) {
+              result.append(py::bytes(text));
+            }
+            return result;
+          },
+          "The metrics of episodes since the last call: bytes, JSON, of each.")
       .def(
           "rollouts",
           [](const ActorPool& self) {

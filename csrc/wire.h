@@ -26,6 +26,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "arrays are sent as the
 
 inline constexpr int kMaxMessageBytes = 1 << 28;
 inline constexpr int kMaxWelcomeBytes = 1 << 20;  // Specs and texts, but no arrays.
+inline constexpr int kMaxMetricsBytes = 1 << 20;  // Of all episodes of a step.
+inline constexpr uint32_t kMetricsOverhead = 40;  // Of an episode, in memory.
 inline constexpr int kMaxNodes = 1024;            // Of a structure, leaves included.
 inline constexpr int64_t kMaxBytes = kMaxMessageBytes;  // Of all arrays of a nest.
 
@@ -107,6 +109,7 @@ inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
     if (!in.Skip(static_cast<int>(size))) refuse("that cannot be parsed");
   };
   uint32_t welcome_bytes = 0;
+  uint32_t metrics_bytes = 0;
   int num_arrays = 0;
   uint32_t size = 0;
   while (const uint32_t field = read_field(&size)) {
@@ -129,6 +132,13 @@ inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
         skip(size);
       }
       in.PopLimit(outer);
+    } else if (field == protocol::Response::kMetricsFieldNumber) {
+      metrics_bytes += size + kMetricsOverhead;
+      if (metrics_bytes > kMaxMetricsBytes) {
+        refuse("with metrics of more than " + std::to_string(kMaxMetricsBytes) +
+               " bytes");
+      }
+      skip(size);
     } else {
       refuse("that cannot be parsed");
     }

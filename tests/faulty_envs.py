@@ -110,6 +110,34 @@ class Text(Base):
     observation_space = spaces.Text(10)
 
 
+class Seeds(Base):
+    """Observes its seed, and raises at its 15th step."""
+
+    observation_space = spaces.Box(0, 2**31, (1,), np.int64)
+
+    def reset(self, *, seed=None, options=None):
+        self.seed = self.seed if seed is None else seed
+        return super().reset(seed=seed)
+
+    def observation(self):
+        return np.array([self.seed])
+
+    def reward(self):
+        if self.num_steps == 15:
+            raise RuntimeError("the ball went through the floor")
+        return 1.0
+
+
+class Metrics(Base):
+    """Works: every other episode is a success; all are 10 deep."""
+
+    def step(self, action):
+        *result, _ = super().step(action)
+        success = self.num_steps % 20 == 10
+        metrics = {"success": success, "depth": np.float32(self.t)}
+        return *result, {"episode_metrics": metrics}
+
+
 class Nested(Base):
     """Works: nested observations of every supported kind, two numbers for an action."""
 
@@ -138,6 +166,8 @@ for _env in (
     Flaky,
     Continuous,
     Text,
+    Seeds,
+    Metrics,
     Nested,
 ):
     gymnasium.register(f"{_env.__name__}-v0", entry_point=_env)

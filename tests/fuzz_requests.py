@@ -129,7 +129,7 @@ def fuzz(seed, num_streams=math.inf, seconds=math.inf):
     """(Counter of how streams ended, how many requests they read). AssertionError if
     one did not end as it should have."""
     rng = random.Random(seed)
-    flags = argparse.Namespace(seed=None, envs_per_server=E)
+    flags = argparse.Namespace(env="fuzz", seed=None, envs_per_server=E)
     server = EnvironmentServer(lambda *_: Environment(Env()), flags)
     ends = Counter()
     num_read = 0
@@ -140,7 +140,7 @@ def fuzz(seed, num_streams=math.inf, seconds=math.inf):
             left = iter(requests)
             ends[run(server, requests, left)] += 1
             num_read += len(requests) - len(list(left))
-            assert Env.num_open == 0 and server._num_streams == 0, requests
+            assert Env.num_open == 0 and server.num_streams == 0, requests
     return ends, num_read
 
 

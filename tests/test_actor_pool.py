@@ -14,6 +14,7 @@ import torch
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 from tests.test_polybeast_env import COUNTER, free_port, servers
 from torchbeast.environment import Environment, make
+from torchbeast.seeds import derive_seed
 
 T = 7
 
@@ -122,7 +123,7 @@ def check_contiguous(rollout):
 def test_rollouts_are_what_the_environment_does_step_by_step(num_envs):
     n = 12  # Rollouts of each environment: episodes begin and are cut off in them.
     local = Environment(make(COUNTER, num_envs))
-    steps = [local.initial(3)]
+    steps = [local.initial(derive_seed(3, 0, 0, 0))]
     for _ in range(n * T):
         steps.append(local.step(np.ones(num_envs, np.int64)))
     with server(num_envs) as (address, _), Learner([address], seed=3) as learner:
@@ -152,15 +153,20 @@ def test_a_proxy_for_the_web_is_not_asked(monkeypatch):
         learner.rollouts(1)
 
 
-def test_streams_are_seeded_one_by_one():
-    with server(env="CartPole-v1", num_servers=1) as (address, _):
+def test_no_two_environments_of_a_run_have_the_same_seed():
+    """Two streams of two environments, which connect again and again."""
+    with server(2, env="tests.faulty_envs:Seeds-v0") as (address, _):
         with Learner([address, address], seed=5) as learner:
-            first = [learner.rollouts(1)[0]["observation"][0] for _ in range(8)]
+            rollouts = learner.rollouts(60)
+    seen = {int(r["observation"][0, 0]) for r in rollouts}
     expected = {
-        Environment(make("CartPole-v1", 1)).initial(seed)["observation"].tobytes()
-        for seed in (5, 6)
+        derive_seed(derive_seed(5, stream, connection, 0), index)
+        for stream in (0, 1)
+        for connection in range(60)
+        for index in (0, 1)
     }
-    assert expected <= {x.tobytes() for x in first}
+    assert len(expected) == 240 and seen <= expected
+    assert len(seen) > 8  # Each stream had connected three times.
 
 
 @pytest.mark.survives("server-killed")

@@ -188,7 +188,7 @@ def test_lost_life_terminates_and_the_game_goes_on(make):
     environment.initial(3)
     for action in random_actions(env, 700, seed=3):
         step = environment.step(action)
-        _, reward, terminated, truncated, info = environment.env.last
+        _, reward, terminated, truncated, info = environment.env.env.last
         if over:
             score, num_steps, lives = 0, 0, 5
         else:
@@ -440,7 +440,7 @@ def test_observation_is_a_stack_of_four_frames_oldest_first(make):
 def test_later_steps_do_not_change_the_frames_of_earlier_ones(make):
     env = Environment(make(BREAKOUT))
     steps, copies = [], []
-    for action in [None, *random_actions(env.env, 200)]:
+    for action in [None, *random_actions(env.env.env, 200)]:
         steps.append(env.initial(0) if action is None else env.step(action))
         copies.append(copy.deepcopy(steps[-1]))
     env.initial()

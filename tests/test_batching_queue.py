@@ -44,6 +44,16 @@ def through(x, batch_dim=0):
     return queue.dequeue_many()
 
 
+def test_items_are_joined_along_the_second_dimension_by_default():
+    queue = BatchingQueue()
+    queue.enqueue(np.zeros((2, 1, 3)))
+    assert queue.dequeue_many().shape == (2, 1, 3)
+    with pytest.raises(ValueError):
+        queue.enqueue(np.zeros((3, 5, 3)))
+    queue.enqueue(np.zeros((2, 5, 3)))
+    assert queue.dequeue_many().shape == (2, 5, 3)
+
+
 def test_what_comes_out_is_torchs_where_there_is_torch(array):
     x = through(array(np.zeros((2, 3), np.float32)))
     if "torch" in LIBRARIES:

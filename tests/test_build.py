@@ -71,7 +71,8 @@ def test_without_what_the_cpp_part_needs_the_rest_is_installed(source, tmp_path)
         return shell(sys.executable, "-S", "-c", code, env=env, cwd=tmp_path)
 
     argv = ["--env", "CartPole-v1", "--savedir", str(tmp_path)]
-    result = python(f"import monobeast, polybeast; polybeast.main({argv})")
+    code = f"import monobeast, polybeast; raise SystemExit(polybeast.main({argv}))"
+    result = python(code)
     assert result.returncode == 2 and "type `make setup`" in result.stdout
     assert result.stdout.count("\n") == 1
     result = python("import libtorchbeast")

@@ -1,11 +1,15 @@
 """The steps that environments of every kind give, and the errors of the others."""
 
+import asyncio
 import copy
 import functools
+import sys
+import traceback
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.vector import (
     AsyncVectorEnv,
@@ -16,7 +20,12 @@ from gymnasium.vector import (
 
 from tests import envs
 from torchbeast import environment
-from torchbeast.environment import BadInput, Environment, leaves, map_structure
+from torchbeast.batch import Vector
+from torchbeast.calls import EnvironmentRaised
+from torchbeast.environment import Environment, first_step, leaves, map_structure
+from torchbeast.process import BadInput, log
+from torchbeast.seeds import derive_seed
+from torchbeast.spaces import BadStep
 
 E = 3
 FIELDS = {
@@ -685,7 +694,11 @@ def test_old_environment_is_seeded_rendered_and_closed():
     env.initial()
     np.testing.assert_array_equal(env.render(), np.full((2, 2, 3), 7))
     env.close()
-    assert Full.calls == [("seed", 5), ("render", "rgb_array"), ("close",)]
+    assert Full.calls == [
+        ("seed", derive_seed(5, 0)),
+        ("render", "rgb_array"),
+        ("close",),
+    ]
 
 
 def test_old_environment_may_return_what_gym_0_26_did():
@@ -719,7 +732,7 @@ def test_environment_of_gym_0_26_is_seeded_by_its_reset():
 
     late = Late(0)
     Environment(late).initial(5)
-    assert late.given == 5
+    assert late.given == derive_seed(5, 0)
 
 
 def test_wrapped_environment_of_gym_0_26_is_seeded_by_its_reset():
@@ -730,7 +743,7 @@ def test_wrapped_environment_of_gym_0_26_is_seeded_by_its_reset():
 
     wrapped = Wrapped(0)
     Environment(wrapped).initial(5)
-    assert wrapped.given == {"seed": 5}
+    assert wrapped.given == {"seed": derive_seed(5, 0)}
 
 
 # Errors name the thing.
@@ -757,19 +770,285 @@ def test_unsupported_action_space_is_named(space):
     "space, path",
     [
         (spaces.Text(5), "observation"),
-        (spaces.Dict(a=spaces.Discrete(2), b=spaces.Text(5)), "observation/b"),
-        (spaces.Tuple([spaces.Discrete(2), spaces.Text(5)]), "observation/1"),
         (
-            spaces.Dict(a=spaces.Tuple([spaces.Dict(x=spaces.Text(5))])),
+            spaces.Dict(a=spaces.Discrete(2), b=spaces.Sequence(spaces.Discrete(2))),
+            "observation/b",
+        ),
+        (
+            spaces.Dict(
+                a=spaces.Tuple([spaces.Dict(x=spaces.Graph(spaces.Discrete(2), None))])
+            ),
             "observation/a/0/x",
         ),
+        (spaces.Tuple([spaces.Text(5)]), "observation"),
     ],
     ids=str,
 )
 def test_unsupported_part_of_an_observation_space_is_named(space, path):
     with pytest.raises(ValueError) as error:
         Environment(Sampler(space, spaces.Discrete(2)))
-    assert str(error.value).startswith(f"{path} space Text(")
+    assert str(error.value).startswith(f"{path} space ")
+
+
+class Mission(spaces.Space):
+    """Text that is no spaces.Text, like MiniGrid's."""
+
+    def __init__(self):
+        super().__init__(dtype=str)
+
+    def __eq__(self, other):
+        return isinstance(other, Mission)
+
+
+def test_entries_of_text_are_left_out_and_named():
+    class Talks(envs.Counter):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Dict(
+                a=spaces.Text(9),
+                b=spaces.Tuple([Mission(), spaces.Discrete(9)]),
+                c=spaces.Discrete(9, start=4),
+            )
+
+        def _observation(self):
+            return {"a": "go", "b": ("there", self.t), "c": 4 + self.t}
+
+    env = Environment([Talks(), Talks()])
+    assert env.texts == ["observation/a", "observation/b/0"]
+    assert env.observation_space == spaces.Dict(
+        b=spaces.Tuple([spaces.Discrete(9)]), c=spaces.Discrete(9, start=4)
+    )
+    for t, step in enumerate(play(env, np.zeros((3, 2), int))):
+        assert [(path, x.tolist()) for path, x in leaves(step["observation"])] == [
+            ("b/0", [t, t]),
+            ("c", [4 + t, 4 + t]),
+        ]
+    vector = Environment(SyncVectorEnv([Talks, Talks]))
+    assert same(vector.initial(0), env.initial(0))
+
+
+class Returns(envs.Counter):
+    """Returns what it is given in place of what it observes and of its reward."""
+
+    def __init__(self, observation=None, reward=1.0, space=None):
+        super().__init__()
+        self.observation_space = space or spaces.Box(-9, 9, (2, 2), np.float32)
+        self.given = observation, reward
+
+    def _observation(self):
+        return np.zeros((2, 2), np.float32) if self.given[0] is None else self.given[0]
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.given[1], *rest
+
+
+OBSERVATION = np.array([[1.0, -2.0], [3.0, 4.0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        OBSERVATION,
+        OBSERVATION.astype(">f4"),
+        OBSERVATION.astype(np.float64),
+        OBSERVATION.astype(np.int64),
+        OBSERVATION.tolist(),
+        torch.from_numpy(OBSERVATION),
+        OBSERVATION[::-1].copy()[::-1],
+        np.asfortranarray(OBSERVATION),
+    ],
+    ids=lambda x: getattr(x, "dtype", type(x).__name__),
+)
+@pytest.mark.parametrize("vector", [False, True])
+def test_observations_become_arrays_as_the_space_declares_them(observation, vector):
+    class Vector(VectorEnv):
+        metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        num_envs = 2
+        single_observation_space = spaces.Box(-9, 9, (2,), np.dtype(">f4"))
+        single_action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return observation, {}
+
+    env = Environment(Vector() if vector else Returns(observation))
+    x = env.initial(0)["observation"]
+    assert x.dtype == np.float32 and x.dtype.isnative and x.flags.c_contiguous
+    np.testing.assert_array_equal(x if vector else x[0], OBSERVATION)
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        (
+            Returns(np.zeros((2, 3))),
+            r"^observation is float64 \[2, 3\], expected float32",
+        ),
+        (
+            Returns(OBSERVATION, space=spaces.Box(0, 255, (2, 2), np.uint8)),
+            r"^observation is float32 \[2, 2\], expected uint8",
+        ),
+        (Returns([[1], [2, 3]]), "^observation cannot be an array"),
+        (Returns({"a": 1}), "^observation is object"),
+        (
+            Returns({"a": 1}, space=spaces.Dict(b=spaces.Discrete(2))),
+            "^observation/b is not in the observation, a dict",
+        ),
+        (
+            Returns(
+                np.full((2, 2), 300, np.uint16), space=spaces.Box(0, 255, (2, 2), "u1")
+            ),
+            "^observation has numbers that are no uint8: 300",
+        ),
+        (
+            Returns(3, space=spaces.Discrete(3)),
+            r"^observation is \[3\], expected 0 to 2",
+        ),
+        (
+            Returns([1, 4], space=spaces.MultiDiscrete([3, 2], start=[0, 2])),
+            r"^observation is \[\[1, 4\]\], expected \[0 2\] to \[2 3\]",
+        ),
+        (Returns(reward=10**400), "^reward is '1000.*, expected one number"),
+        (Returns(reward=None), "^reward is 'None', expected one number"),
+        (Returns(reward=np.zeros(2)), r"^reward is '\[0. 0.\]', expected one number"),
+        (Returns(reward=float("nan")), "^reward of environment 0 is nan"),
+    ],
+)
+def test_what_is_not_as_the_spaces_declare_is_named(env, words):
+    with pytest.raises(BadStep, match=words):
+        play(Environment(env), [[0]])
+
+
+def test_a_first_step_unlike_its_space_is_the_users_mistake():
+    with pytest.raises(BadInput, match="^environment Returns: observation is float64"):
+        first_step(Environment(Returns(np.zeros(3))))
+
+
+@pytest.mark.parametrize(
+    "method, result, words",
+    [
+        ("reset", np.zeros(3), r"^reset\(\) returned ndarray, expected \(observation"),
+        ("step", (1, 2, 3), r"^step\(\) returned 3 things, expected \(observation"),
+    ],
+)
+def test_results_of_another_form_are_named(monkeypatch, method, result, words):
+    monkeypatch.setattr(envs.Counter, method, lambda *args, **kwargs: result)
+    with pytest.raises(BadStep, match=words):
+        play(Environment(envs.Counter()), [[0]])
+
+
+class Raises(envs.Counter):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def step(self, action):
+        raise self.error
+
+
+def test_what_an_environment_raises_is_its_own_and_the_last_line_names_the_call():
+    env = Environment(Raises(KeyError("x")))
+    env.initial()
+    with pytest.raises(KeyError) as raised:
+        env.step([0])
+    assert raised.value is env.env.envs[0].error
+    lines = traceback.format_exception(raised.value)
+    if sys.version_info >= (3, 11):
+        assert lines[-1] == "step() of Raises raised KeyError: 'x'\n"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()])
+def test_what_is_no_exception_becomes_one(error):
+    env = Environment(Raises(error))
+    env.initial()
+    with pytest.raises(
+        EnvironmentRaised, match=r"^step\(\) of Raises raised "
+    ) as raised:
+        env.step([0])
+    assert raised.value.__cause__ is error
+
+
+def test_what_close_raises_is_logged(caplog, monkeypatch):
+    monkeypatch.setattr(envs.Counter, "close", lambda self: raises(OSError("again")))
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    Environment([envs.Counter(), envs.Counter()]).close()
+    assert "close() of Counter raised OSError: again" in caplog.text
+
+
+# What is read of an info, and nothing else.
+
+
+class Talkative(envs.Counter):
+    """Episodes of two steps, with whatever info it is given."""
+
+    def __init__(self, info):
+        super().__init__(limit=2)
+        self.info = info
+
+    def step(self, action):
+        return *super().step(action)[:-1], self.info
+
+
+@pytest.mark.parametrize(
+    "info", [None, {}, {"x": None}, {"x": np.zeros(3)}, {"x": "text"}, {3: object()}]
+)
+def test_the_rest_of_an_info_is_not_looked_at(info):
+    env = Environment([Talkative({"x": 1.0}), Talkative(info), Talkative({"x": "x"})])
+    play(env, np.zeros((7, 3), int))
+    assert env.take_metrics() == []
+
+
+@pytest.mark.parametrize("kind", [list, SyncVectorEnv])
+def test_metrics_of_an_episode_are_kept_until_they_are_taken(kind):
+    parts = [
+        {"episode_metrics": {"success": True, "coins": np.int32(3)}},
+        {"other": 1},
+        {"episode_metrics": {"success": 0.0}},
+    ]
+    makers = [functools.partial(Talkative, info) for info in parts]
+    env = Environment(kind(m() if kind is list else m for m in makers))
+    play(env, np.zeros((1, 3), int))
+    assert env.take_metrics() == []
+    env.step([0, 0, 0])  # The last of their episodes.
+    expected = [{"success": 1.0, "coins": 3.0}, {"success": 0.0}]
+    assert [m for m in env.take_metrics() if m] == expected
+    assert env.take_metrics() == []
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        3,
+        "text",
+        {"x": 10**400},
+        {"\udce9": 1},
+        {"x": "y"},
+        {"x": None},
+        {"a b": 1},
+        {3.5: [1, 2]},
+        {"x": np.nan},
+    ],
+)
+def test_metrics_that_are_no_numbers_are_left_out_and_logged_once(
+    metrics, caplog, monkeypatch
+):
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    metrics = {**metrics, "good": 1} if isinstance(metrics, dict) else metrics
+    env = Environment([Talkative({"episode_metrics": metrics}) for _ in range(2)])
+    play(env, np.zeros((8, 2), int))
+    assert all(m == {"good": 1.0} for m in env.take_metrics())
+    assert caplog.text.count("expected names of finite numbers: left out") == 1
+
+
+def test_an_object_of_the_old_api_may_return_no_info_and_have_no_signature():
+    class Builtin(OldScript):
+        reset = property(lambda self: functools.partial(next, iter([np.zeros(3, int)])))
+
+        def step(self, action):
+            return np.zeros(3, int), 1.0, True, None
+
+    step = play(Environment(Builtin(0)), [[0]])[1]
+    assert step["terminated"] and not step["truncated"]
 
 
 def test_unsupported_old_space_is_named():
@@ -856,7 +1135,6 @@ def raises(error):
     [
         gymnasium.error.DependencyNotInstalled("needs\n  a thing"),
         ImportError("needs\n  a thing"),
-        TypeError("needs\n  a thing"),
     ],
     ids=lambda e: type(e).__name__,
 )
@@ -890,8 +1168,8 @@ def test_environment_is_made_with_a_render_mode_only_if_asked_to():
 @pytest.mark.filterwarnings("ignore:.*out of date")
 def test_vector_environment_that_an_id_has_of_its_own_is_used():
     env = Environment(environment.make("CartPole-v0", num_envs=3))
-    assert not isinstance(env.env, SyncVectorEnv) and env.num_envs == 3
-    assert env.env.unwrapped.max_episode_steps == 200  # As registered.
+    assert isinstance(env.env, Vector) and env.num_envs == 3
+    assert env.env.env.unwrapped.max_episode_steps == 200  # As registered.
 
 
 # Seeds.
@@ -911,6 +1189,18 @@ def test_same_seed_gives_the_same_episodes_and_another_seed_others(make):
     )
     assert all(same(a, b) for a, b in zip(first, second))
     assert not all(same(a, b) for a, b in zip(first, other))
+
+
+def test_every_environment_has_a_seed_of_its_own():
+    class Keeps(envs.Counter):
+        def reset(self, *, seed=None, options=None):
+            seeds.append(seed)
+            return super().reset(seed=seed)
+
+    seeds = []
+    for stream_seed in range(50):
+        Environment([Keeps() for _ in range(16)]).initial(stream_seed)
+    assert len(set(seeds)) == 50 * 16
 
 
 def test_environments_of_one_vector_have_different_seeds():

@@ -43,7 +43,7 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import free_port
 from torchbeast import actors, files, process, servers
-from torchbeast.environment import BadInput
+from torchbeast.process import BadInput
 from torchbeast.run import COLUMNS
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
@@ -73,7 +73,7 @@ def test_where_nothing_can_be_locked_there_is_a_warning(tmp_path, monkeypatch, c
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    monkeypatch.setattr(files.log, "propagate", True)
+    monkeypatch.setattr(files.log, "handlers", [caplog.handler])
     files.lock(tmp_path / "lock").close()
     assert "lock: not locked: No locks available" in caplog.text
 
@@ -209,11 +209,11 @@ def test_full_disk_while_logging_ends_the_run_with_one_error(tmp_path, module):
         result = main(*quick(module, path, *flags), module=module)
         assert_one_error(result, "No space left on device", "no checkpoint was written")
         logs = (path / "x" / "logs.csv").read_text()
-        # There is room again, and the run goes on.
+        # There is room again, and the run begins anew.
         (path / "other").unlink()
         result = main(*quick(module, path, *flags, steps=400), module=module)
         assert result.returncode == 0, result.stderr
-        assert (path / "x" / "logs.csv").read_text().startswith(logs)
+        assert (path / "x" / "attempt-1" / "logs.csv").read_text() == logs
 
 
 @pytest.mark.survives("disk-read-only")
@@ -419,7 +419,7 @@ def test_an_actor_that_cannot_be_started_ends_the_run_with_one_error(
 
 @pytest.mark.survives("server-cannot-start")
 def test_a_server_is_started_again_as_soon_as_that_is_possible(monkeypatch, caplog):
-    monkeypatch.setattr(files.log, "propagate", True)
+    monkeypatch.setattr(files.log, "handlers", [caplog.handler])
     flags = polybeast_env.parser().parse_args(["--env", "CartPole-v1"])
     popen = servers.subprocess.Popen
 
@@ -435,3 +435,13 @@ def test_a_server_is_started_again_as_soon_as_that_is_possible(monkeypatch, capl
         restart_until("cannot be started again: Resource temporarily unavailable")
         monkeypatch.setattr(servers.subprocess, "Popen", popen)
         restart_until("started again\n")
+
+
+@pytest.mark.survives("shared-memory-too-small")
+def test_without_shared_memory_monobeast_is_refused_in_one_line(savedir, monkeypatch):
+    def no_memory(self):
+        raise RuntimeError("unable to open shared memory object: Read-only file system")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", no_memory)
+    line = refusal(*args("monobeast", savedir))
+    assert "/dev/shm: RuntimeError: unable to open shared memory object" in line

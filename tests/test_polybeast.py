@@ -213,6 +213,13 @@ def test_a_server_is_replaced_that_is_killed_or_whose_directory_is_tidied_away(
     assert steps == list(range(40, steps[-1] + 1, 40))
 
 
+def test_a_stream_may_have_a_thousand_environments_and_more(savedir):
+    flags = ("--num_servers", 1, "--envs_per_server", 1500, "--unroll_length", 2)
+    result = main(*small_run(savedir, *flags, steps=6000), module="polybeast")
+    assert result.returncode == 0, result.stderr
+    assert "no stream" not in result.stderr and load(savedir)["step"] == 6000
+
+
 # Environments that go wrong.
 
 
@@ -223,7 +230,7 @@ def test_what_goes_wrong_in_an_environment_costs_a_stream_and_not_the_run(savedi
     errors = {
         "Raises": "RuntimeError: the ball went through the floor",
         "NaNReward": "reward of environment [01] is nan",
-        "WrongShape": "Output array is the wrong shape",
+        "WrongShape": r"observation is float32 \[4\], expected float32 \[3\]",
     }
     with contextlib.ExitStack() as stack:
         addresses = []

@@ -17,6 +17,7 @@ from tests.programs import (
     SERIAL,
     Program,
     args,
+    both,
     load,
     main,
     read_logs,
@@ -80,7 +81,8 @@ def test_run_writes_everything_it_promises(savedir):
     assert test.returncode == 0, test.stderr
     assert len(re.findall(r"^episode \d: ", test.stdout, re.M)) == 3
     assert "mean return" in test.stdout and "standard error" in test.stdout
-    assert len(json.loads((path / "test.json").read_text())["returns"]) == 3
+    [found] = json.loads((path / "test.json").read_text())
+    assert len(found["returns"]) == 3 and found["step"] == 1000
 
 
 def test_same_seed_in_serial_mode_writes_identical_losses(tmp_path):
@@ -103,6 +105,18 @@ def test_same_seed_in_serial_mode_writes_identical_losses(tmp_path):
 def test_nested_observations_and_actions_train(savedir, flags):
     result = main(*serial_run(savedir, *flags, env=FAULTY + "Nested-v0", steps=400))
     assert result.returncode == 0, result.stderr
+
+
+@both
+def test_metrics_of_episodes_are_logged(module, savedir):
+    flags = ("--log_interval_steps", 200)
+    env = FAULTY + "Metrics-v0"
+    result = main(*args(module, savedir, *flags, env=env, steps=800), module=module)
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in read_logs(savedir / "x") if row["episode/depth"]]
+    assert {float(row["episode/depth"]) for row in rows} == {10.0}
+    successes = [float(row["episode/success"]) for row in rows]
+    assert 0.2 < sum(successes) / len(successes) < 0.8
 
 
 def test_several_learner_threads_learn_every_step_once_and_one_at_a_time(
@@ -130,7 +144,8 @@ def test_atari_trains_tests_and_records_a_video(savedir, tmp_path):
     flags = ("--num_test_episodes", 2, "--sample_actions", "--video", video)
     result = main("--env", env, "--savedir", savedir, "--mode", "test", *flags)
     assert result.returncode == 0, result.stderr
-    lengths = json.loads((savedir / "x" / "test.json").read_text())["steps"]
+    [found] = json.loads((savedir / "x" / "test.json").read_text())
+    lengths = found["steps"]
     frames = cv2.VideoCapture(str(video))
     assert frames.get(cv2.CAP_PROP_FRAME_COUNT) == lengths[0] + 1
     assert frames.get(cv2.CAP_PROP_FRAME_HEIGHT) == 210
@@ -162,114 +177,25 @@ def test_terminal_shows_a_live_line(savedir, monkeypatch):
     assert "\x1b[?25h" in text  # The cursor is shown again.
 
 
+def test_a_test_that_is_to_be_shown_needs_a_display(trained, monkeypatch):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert "DISPLAY" in refusal("--savedir", trained, "--mode", "test_render")
+
+
+@both
+@pytest.mark.survives("memory-too-small")
+def test_rollouts_that_need_more_memory_than_there_is_are_refused(module, savedir):
+    flags = args(module, savedir, "--unroll_length", 10**6, "--batch_size", 10**6)
+    line = refusal(*flags, module=module)
+    assert re.search(r"need [\d,]+ bytes of (shared )?memory, .* has [\d,]+: use", line)
+
+
 def test_help_comes_in_sections_with_defaults():
     text = main("--help").stdout
     for section in ("run", "environment", "training", "loss", "actors", "test"):
         assert re.search(rf"^{section}.*:$", text, re.M)
     assert "(default: 0.99)" in text
-
-
-# Resume.
-
-
-def test_same_command_resumes_where_it_was(trained):
-    def steps_of_the_optimizer():
-        return load(trained)["agent"]["optimizer"]["state"][0]["step"]
-
-    before = steps_of_the_optimizer()
-    result = main(*serial_run(trained, *LOG, steps=600))
-    assert result.returncode == 0, result.stderr
-    assert "resuming" in result.stderr and "at step 400" in result.stderr
-    rows = read_logs(trained / "x")
-    assert [int(r["step"]) for r in rows] == [440, 480, 520, 560, 600]
-    assert [int(r["updates"]) for r in rows] == [11, 12, 13, 14, 15]
-    seconds = [float(r["seconds"]) for r in rows]
-    assert seconds == sorted(seconds)
-    assert steps_of_the_optimizer() == 1.5 * before
-    meta = json.loads((trained / "x" / "meta.json").read_text())
-    assert meta["first_step"] == 400 and len(meta["earlier_sessions"]) == 1
-
-
-def test_a_checkpoint_of_before_there_were_agents_resumes(trained):
-    """The agent's entries were the checkpoint's own, --agent was no flag."""
-    path = trained / "x" / "model.tar"
-    checkpoint = load(trained)
-    agent = checkpoint.pop("agent")
-    assert (agent["step"], agent["updates"]) == (400, 10)
-    for name in ("agent", "command"):
-        checkpoint["flags"].pop(name, None)
-    old = {**checkpoint, "model": agent["model"], "optimizer": agent["optimizer"]}
-    # RMSprop's schedule was in an object of its own.
-    old["scheduler"] = {"last_epoch": 10, "_step_count": 11, "base_lrs": [2.5e-4]}
-    torch.save(old, path)
-    test = main(*serial_run(trained, "--mode", "test", "--num_test_episodes", 1))
-    assert test.returncode == 0 and "step 400" in test.stdout, test.stderr
-    result = main(*serial_run(trained, *LOG, steps=480))
-    assert result.returncode == 0, result.stderr
-    assert [int(row["updates"]) for row in read_logs(trained / "x")] == [11, 12]
-    new = load(trained)["agent"]
-    assert new["step"] == 480 and new["optimizer"]["state"][0]["step"] == 12
-
-
-def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
-    path = trained / "x" / "logs.csv"
-    path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")
-    result = main(*serial_run(trained, *LOG, steps=480))
-    assert result.returncode == 0, result.stderr
-    first, *others = read_logs(trained / "x")
-    assert {name: x for name, x in first.items() if x} == {
-        "step": "400", "total_loss": "1.5", "of_another_version": "7",
-    }  # fmt: skip
-    assert list(first)[:3] == ["step", "total_loss", "of_another_version"]
-    assert set(first) == {"of_another_version", *COLUMNS, *STATISTICS}
-    assert [int(row["step"]) for row in others] == [440, 480]
-    for row in others:
-        assert float(row["total_loss"]) and row["grad_norm"]
-        assert row["of_another_version"] == ""
-
-
-def test_resumed_run_takes_the_learning_rate_of_its_own_command(trained):
-    flags = ("--learning_rate", 1e-3, *LOG)
-    assert main(*serial_run(trained, *flags, steps=1000)).returncode == 0
-    rates = [float(row["learning_rate"]) for row in read_logs(trained / "x")]
-    expected = [  # Falling from 1e-3 over 1,000 steps of 40 an update, the 11th first.
-        1e-3 * (1 - update * 40 / 1000) * (1 - 0.99 ** (update + 1)) ** 0.5
-        for update in range(10, 25)
-    ]
-    assert rates == pytest.approx(expected)
-
-
-def test_finished_run_is_not_trained_further(trained):
-    result = main(*serial_run(trained, steps=400))
-    assert result.returncode == 0 and load(trained)["step"] == 400
-
-
-def test_disable_checkpoint_neither_reads_nor_writes_one(trained):
-    path = trained / "x" / "model.tar"
-    path.write_text("none")
-    result = main(*serial_run(trained, "--disable_checkpoint", *LOG, steps=80))
-    assert result.returncode == 0, result.stderr
-    assert [int(row["step"]) for row in read_logs(trained / "x")] == [40, 80]
-    assert path.read_text() == "none"
-
-
-def test_a_checkpoint_is_written_at_intervals_and_always_a_whole_one(savedir):
-    steps, done = set(), threading.Event()
-
-    def read():
-        while not done.is_set():
-            if (savedir / "x" / "model.tar").exists():
-                steps.add(load(savedir)["step"])
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        flags = ("--checkpoint_interval_seconds", 1e-9)
-        assert main(*serial_run(savedir, *flags, steps=2000)).returncode == 0
-    finally:
-        done.set()
-        thread.join()
-    assert len(steps) >= 2 and all(step % 40 == 0 for step in steps)
 
 
 # Actors.
@@ -292,18 +218,61 @@ def test_killed_actor_is_replaced_and_training_goes_on(savedir):
     assert steps == list(range(40, steps[-1] + 1, 40))
 
 
-@pytest.mark.survives("environment-raises")
-def test_exception_in_an_actor_is_shown_and_the_run_ends_after_the_last_restart(
-    savedir,
-):
-    flags = ("--max_actor_restarts", 1)
-    result = main(*small_run(savedir, *flags, env=FAULTY + "LosesItsServer-v0"))
+def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
+    """What it forked keeps the actor's end of the pipe open."""
+    with Program(
+        *small_run(savedir, *LOG, env="tests.hostile_envs:Forks-v0")
+    ) as program:
+        wait_for_steps(savedir, 40)
+        os.kill(program.workers()[0], signal.SIGKILL)
+        assert "SIGKILL" in program.wait_for("died")
+        program.wait_for("is restarted")
+        program.signal(signal.SIGINT)
+        assert program.end() == 128 + signal.SIGINT
+
+
+@pytest.mark.survives("agent-raises")
+def test_what_the_agent_raises_in_an_actor_ends_the_run(savedir, tmp_path, monkeypatch):
+    (tmp_path / "raises_late.py").write_text("""
+import polybeast
+from polybeast import parser
+
+class Agent(polybeast.Agent):
+    calls = 0
+
+    def act(self, step, core_state, greedy=False):
+        self.calls += 1
+        if self.calls > 100:
+            raise KeyError("my key")
+        return super().act(step, core_state, greedy)
+""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = run(*small_run(savedir, "--agent", "raises_late"))
     assert result.returncode == 1
-    error = "ConnectionResetError: the game server hung up"
-    assert result.stderr.count(error) == 2
-    message = "died after 1 restarts of actors (--max_actor_restarts)"
-    assert message in result.stderr
-    assert load(savedir)["step"] > 0
+    assert "actor 0 cannot go on:" in result.stderr
+    assert result.stderr.count("KeyError: 'my key'") == 1
+    assert "KeyError: 'my key'" in (savedir / "x" / "out.log").read_text()
+
+
+@pytest.mark.survives("environment-raises")
+def test_an_actor_that_dies_now_and_then_does_not_end_the_run(savedir):
+    flags = ("--max_actor_restarts", 1)
+    env = FAULTY + "LosesItsServer-v0"
+    result = main(*small_run(savedir, *flags, env=env, steps=3000))
+    assert result.returncode == 0, result.stderr
+    # Each time after 300 steps of two environments.
+    assert result.stderr.count("actor 0 is restarted (1 of 1)") >= 3
+    assert "ConnectionResetError: the game server hung up" in result.stderr
+
+
+def test_an_actor_that_dies_without_a_rollout_in_between_ends_the_run(savedir):
+    env = "tests.hostile_envs:AlwaysRaises-v0"
+    result = main(*small_run(savedir, "--max_actor_restarts", 2, env=env))
+    assert result.returncode == 1
+    assert "died after 2 restarts without a rollout" in result.stderr
+    assert result.stderr.count("Traceback") == 1
+    assert "(this traceback came 3 times)" in result.stderr
+    assert load(savedir)["step"] == 0
     assert all(
         torch.isfinite(x).all() for x in load(savedir)["agent"]["model"].values()
     )
@@ -315,7 +284,7 @@ def test_exception_in_an_actor_is_shown_and_the_run_ends_after_the_last_restart(
     [
         ("LosesItsServer", ConnectionResetError, "the game server hung up"),
         ("NaNReward", ValueError, "reward of environment 0 is nan"),
-        ("WrongShape", ValueError, "Output array is the wrong shape"),
+        ("WrongShape", ValueError, r"observation is float32 \[4\], expected .* \[3\]"),
     ],
 )
 def test_exception_of_an_environment_in_serial_mode_is_its_own(
@@ -421,15 +390,12 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--video", "x.mp4"], ["--video", "--mode test"]),
         (["--mode", "test"], ["no checkpoint at", "model.tar"]),
         (["--mode", "test", "--xpid", "absent"], ["absent/model.tar"]),
-        (["--mode", "test_render"], ["DISPLAY"]),
         (["--xpid", "a/b"], ["--xpid", "a/b"]),
         (["--env", FAULTY + "Continuous-v0"], ["action space Box", "Discrete"]),
         (["--env", FAULTY + "Text-v0"], ["observation space Text"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_exit_code_2(savedir, flags, words, monkeypatch):
-    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
-        monkeypatch.delenv(name, raising=False)
+def test_bad_input_is_one_line_and_exit_code_2(savedir, flags, words):
     defaults = [] if "--env" in flags else ["--env", "CartPole-v1"]
     line = refusal("--savedir", savedir, *defaults, *flags)
     for word in words:

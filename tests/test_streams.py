@@ -7,7 +7,7 @@ import os
 import pytest
 
 from torchbeast import process, streams
-from torchbeast.environment import BadInput
+from torchbeast.process import BadInput, Stop
 
 
 class Pool:
@@ -16,6 +16,7 @@ class Pool:
     def __init__(self, *addresses):
         self.streams = []
         self.num_added = 0
+        self.delivered = 1
         for address in addresses:
             self.add(address)
 
@@ -26,6 +27,7 @@ class Pool:
                 "address": address,
                 "state": "running",
                 "reconnects": 0,
+                "failures": 0,
                 "last_error": "",
             }
         )
@@ -36,6 +38,9 @@ class Pool:
 
     def status(self):
         return [dict(s) for s in self.streams]
+
+    def rollouts(self):
+        return {"delivered": self.delivered}
 
     def addresses(self):
         return sorted(s["address"] for s in self.streams)
@@ -230,3 +235,34 @@ def test_a_new_stream_to_an_old_address_has_a_log_of_its_own(lines):
 )
 def test_of_what_a_server_said_the_last_line_is_logged(error, expected):
     assert streams.last_line(error) == expected
+
+
+@pytest.mark.survives("environment-always-fails")
+def test_a_run_ends_when_each_stream_has_failed_and_nothing_was_ever_delivered():
+    pool = Pool("a:1", "b:2")
+    pool.delivered = 0
+    watched = streams.Streams(pool, flags())
+    first, second = pool.streams
+    first.update(failures=streams.MAX_FAILURES, last_error="Traceback\nit raised")
+    watched.check()
+    second.update(failures=streams.MAX_FAILURES)
+    pool.delivered = 1
+    watched.check()
+    pool.delivered = 0
+    with pytest.raises(Stop, match="^no rollout was delivered, .* 8 times: it raised$"):
+        watched.check()
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([b'{"a": 1, "b/c": 2.5}', b'{"a": true}'], [{"a": 1, "b/c": 2.5}, {"a": 1}]),
+        ([b'{"a": NaN, "b": Infinity, "c": -1}'], [{"c": -1}]),
+        ([b"", b"\xff", b"3", b"[1]", b'{"a": "b"}', b'{"a": {}}', b"[" * 10**5], []),
+        ([b'{"a b": 1, "": 2, "c,d": 3}'], [{}]),
+        ([b'{"a": 1' + b"0" * 400 + b"}"], []),
+        ([b'{"\\ud800": 1, "\\u0000": 2, "a": 3}'], [{"a": 3}]),
+    ],
+)
+def test_metrics_of_servers_are_taken_as_far_as_they_are_numbers(texts, expected):
+    assert streams.decode_metrics(texts) == expected

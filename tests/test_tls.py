@@ -23,7 +23,7 @@ from tests.test_polybeast_faults import (
     wait_for_steps,
 )
 from torchbeast import tls
-from torchbeast.environment import BadInput
+from torchbeast.process import BadInput
 
 OTHER_HOSTS = "expected --tls_cert, --tls_key and --tls_ca, or --insecure"
 

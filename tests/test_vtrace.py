@@ -677,11 +677,23 @@ def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(
         function(**kwargs)
 
 
-@pytest.mark.parametrize("index", [0, (..., None)], ids=["[B]", "[T, B, 1]"])
-def test_arguments_of_one_wrong_rank_are_an_error_that_names_it(index):
-    kwargs = {name: x[index] for name, x in recursion_inputs().items()}
+def test_arguments_of_one_wrong_rank_are_an_error_that_names_it():
+    kwargs = {name: x[0] for name, x in recursion_inputs().items()}
     with pytest.raises(ValueError, match=r"\blog_rhos has shape"):
         vtrace.from_importance_weights(**kwargs)
+
+
+def test_more_dimensions_are_computed_on_one_by_one():
+    alone = [only(example(seed=i), *RECURSION[:-1]) for i in range(4)]
+    expected = [vtrace.from_importance_weights(**kwargs) for kwargs in alone]
+
+    def stack(xs):  # [..., 2, 2]
+        return torch.stack(xs, dim=-1).unflatten(-1, (2, 2))
+
+    together = {name: stack([kwargs[name] for kwargs in alone]) for name in alone[0]}
+    returns = vtrace.from_importance_weights(**together)
+    for x, parts in zip(returns, zip(*expected)):
+        torch.testing.assert_close(x, stack(list(parts)))
 
 
 def test_discrete_actions_do_not_go_with_multi_discrete_logits():

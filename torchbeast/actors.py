@@ -5,25 +5,40 @@ to, so nothing is left behind by whatever end. No lock is shared between process
 that is killed takes none along.
 """
 
-import multiprocessing
+import contextlib
 import multiprocessing.connection
-import os
+import queue
 import resource
 import shutil
 import signal
 import threading
 import time
-from collections import deque
+import traceback
+from collections import Counter, deque
 from multiprocessing import resource_tracker
 
 import torch
 import torch.multiprocessing as mp
 
-from torchbeast import seeds
-from torchbeast.environment import BadInput, leaves, map_structure
-from torchbeast.process import Stop, allow_open_files, log, signals_blocked
+from torchbeast import calls, seeds
+from torchbeast.environment import leaves, map_structure
+from torchbeast.process import (
+    BadInput,
+    Repeated,
+    Stop,
+    allow_open_files,
+    end_group,
+    first_line,
+    keep_freed_memory,
+    kill_group,
+    lead_group,
+    log,
+    setup_logging,
+    signals_blocked,
+)
 
 PAGE = resource.getpagesize()
+END_S = 5  # An actor's time to finish its rollout and close its environments.
 
 
 def check_limits(flags, specs, model):
@@ -34,7 +49,12 @@ def check_limits(flags, specs, model):
     sizes += 2 * [x.nbytes for x in model.state_dict().values()]
     allow_open_files(len(sizes) + 1 + 4 * flags.num_actors)
     needed = sum((size // PAGE + 2) * PAGE for size in sizes)
-    available = shutil.disk_usage("/dev/shm").free
+    try:
+        torch.zeros(1).share_memory_()
+        available = shutil.disk_usage("/dev/shm").free
+    except (RuntimeError, OSError) as e:
+        message = f"shared memory cannot be used: /dev/shm: {first_line(e)}"
+        raise BadInput(message) from e
     if needed > available:
         raise BadInput(
             f"rollout buffers and weights need {needed:,} bytes of shared memory, "
@@ -97,50 +117,77 @@ class SharedWeights:
                 return version
 
 
-def receive(connection):
-    """Returns what the learner sent to this actor; None if the learner is gone."""
+def _actor_process(act, flags, seed, buffers, weights, connection):
+    lead_group()
+    setup_logging()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    orders = Orders(connection)
+    calls.watch(flags.env, flags.env_timeout_seconds, orders.send)
     try:
-        return connection.recv()
-    except (EOFError, OSError):
-        return None
+        act(flags, seed, buffers, weights, orders)
+    except BaseException as e:  # sys.exit() in an agent, too.
+        text = traceback.format_exc()
+        orders.send(text if hasattr(e, "of_environment") else Mistake(text))
+    end_group()
 
 
-def send(connection, message):
-    """Sends a message to the learner. If the learner is gone, the next receive()
-    tells."""
-    try:
-        connection.send(message)
-    except OSError:
-        pass
+class Mistake(str):
+    """The traceback of what was not the environment's fault: the next process would
+    raise it again."""
 
 
-def _actor_process(act, *args):
-    threading.Thread(target=_end_with_learner, daemon=True).start()
-    act(*args)
+class Orders:
+    """An actor's end of its pipe to the learner.
 
+    Iterating gives the indices of buffers to fill, until the learner wants no more, or
+    is gone. END_S later the process is ended, whatever it does.
+    """
 
-def _end_with_learner():
-    """Ends this process when the learner ends, even in the middle of a step."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    def __init__(self, connection):
+        self._connection = connection
+        self._queue = queue.SimpleQueue()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self):
+        indices = True
+        while indices is not None:
+            try:
+                indices = self._connection.recv()
+            except (EOFError, OSError):
+                indices = None
+            while indices is None and not self._queue.empty():
+                self._queue.get()  # Nobody waits for these any more.
+            self._queue.put(indices)
+        time.sleep(END_S)
+        end_group()
+
+    def __iter__(self):
+        return iter(self._queue.get, None)
+
+    def send(self, message):
+        """Sends (indices, version of the weights, metrics of episodes), or why this
+        process ends: a text, or a Mistake."""
+        with contextlib.suppress(OSError):  # The learner is gone, which ends this.
+            self._connection.send(message)
 
 
 class ActorProcesses:
     """Starts actors, gives them free buffers, passes full ones on, restarts the dead.
 
-    An actor is a process that runs act(flags, index, seed, buffers, weights,
-    connection) (monobeast.py): it receives lists of indices of buffers to fill, then
-    None; it sends (indices, version of the weights) back, or a traceback.
+    An actor is a process that runs act(flags, seed, buffers, weights, orders)
+    (monobeast.py), and leads a process group of its own, which ends with it.
 
     Each actor has a pipe of its own and no lock in common with anybody, so killing one
     at any moment costs the rollouts it was filling and nothing else: their buffers go
     back to the free queue and another process takes its place.
 
     free(indices)   any thread; never blocks.
-    run()           one thread; returns after stop(). Raises Stop when there were too
-                    many restarts.
+    run()           one thread; returns after stop(). Raises Stop when an actor has died
+                    too often without a rollout in between.
     stop()          any thread, any number of times; then join(), which takes seconds.
     full_queue      gets (index, version of the weights it was begun with).
+    take_metrics()  any thread; see Environment.take_metrics().
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
@@ -153,6 +200,9 @@ class ActorProcesses:
         self.weights = weights
         self.full_queue = full_queue
         self.restarts = 0
+        self._failures = Counter()  # Of each actor since its last rollout.
+        self._metrics = []  # Guarded by _lock.
+        self._tracebacks = Repeated()
         self._context = mp.get_context("spawn")  # Never fork: there are threads.
         self._lock = threading.Lock()
         self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
@@ -168,9 +218,9 @@ class ActorProcesses:
         seed = seeds.derive_seed(self.seed, index, self.restarts)
         try:
             ours, theirs = self._context.Pipe()
-            args = (self.flags, index, seed, self.buffers, self.weights, theirs)
+            args = (self.act, self.flags, seed, self.buffers, self.weights, theirs)
             process = self._context.Process(
-                target=_actor_process, name=f"actor-{index}", args=(self.act, *args)
+                target=_actor_process, name=f"actor-{index}", args=args
             )
             resource_tracker.ensure_running()  # Else start() does it, and unblocks.
             with signals_blocked():
@@ -180,7 +230,7 @@ class ActorProcesses:
         theirs.close()
         with self._lock:
             if self._stopping:
-                process.kill()
+                kill_group(process)
             self._actors.append(_ActorProcess(index, process, ours))
             self._hand_out()
 
@@ -204,6 +254,7 @@ class ActorProcesses:
                         pass  # Dead: run() finds out, and frees what it held.
 
     def run(self):
+        looked_at = 0
         while not self._stopping:
             with self._lock:
                 actors = {a.connection: a for a in self._actors}
@@ -211,6 +262,12 @@ class ActorProcesses:
                 list(actors), timeout=0.5
             ):
                 self._receive(actors[connection])
+            if time.monotonic() - looked_at > 1:
+                looked_at = time.monotonic()
+                for actor in actors.values():
+                    # What its environment has forked keeps a dead actor's pipe open.
+                    if not actor.process.is_alive():
+                        kill_group(actor.process)
 
     def _receive(self, actor):
         try:
@@ -218,46 +275,49 @@ class ActorProcesses:
         except (EOFError, OSError):
             message = None
         if isinstance(message, tuple):
-            indices, version = message
+            indices, version, metrics = message
+            self._failures[actor.index] = 0
             with self._lock:
                 actor.held.popleft()
+                self._metrics += metrics
                 self._hand_out()
             for index in indices:
                 self.full_queue.put((index, version))
+        elif isinstance(message, Mistake):
+            raise Stop(f"actor {actor.index} cannot go on:\n{message.rstrip()}")
         elif not self._stopping:
             self._replace(actor, message)
 
     def _replace(self, actor, error):
         actor.process.join(timeout=5)
-        actor.process.kill()
+        kill_group(actor.process)
         actor.process.join()
-        actor.connection.close()
-        with self._lock:
+        with self._lock:  # Under which others send.
+            actor.connection.close()
             self._actors.remove(actor)
             for indices in actor.held:
                 self._free_queue.extend(indices)
         code = actor.process.exitcode
-        reason = (
-            f"\n{error}"
-            if error
-            else (
-                f" {signal.Signals(-code).name}" if code < 0 else f" exit code {code}"
-            )
-        )
+        if error:
+            reason = self._tracebacks.shorten(f"\n{error}")
+        else:
+            reason = f" {signal.Signals(-code).name}" if code < 0 else f" code {code}"
         log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
-        if self.restarts == self.flags.max_actor_restarts:
+        failures, limit = self._failures[actor.index], self.flags.max_actor_restarts
+        if failures == limit:
             raise Stop(
-                f"actor {actor.index} died after {self.restarts} restarts of actors "
+                f"actor {actor.index} died after {limit} restarts without a rollout "
                 "(--max_actor_restarts)"
             )
+        self._failures[actor.index] += 1
         self.restarts += 1
-        log.info(
-            "actor %d is restarted (%d of %d)",
-            actor.index,
-            self.restarts,
-            self.flags.max_actor_restarts,
-        )
+        log.info("actor %d is restarted (%d of %d)", actor.index, failures + 1, limit)
         self._start_actor(actor.index)
+
+    def take_metrics(self):
+        with self._lock:
+            metrics, self._metrics = self._metrics, []
+        return metrics
 
     def stop(self):
         with self._lock:
@@ -270,17 +330,17 @@ class ActorProcesses:
 
     def join(self):
         """Waits for the actors to end. Called after stop() and the end of run()."""
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + END_S
         for actor in self._actors:
             actor.process.join(max(0, deadline - time.monotonic()))
-            actor.process.kill()  # In the middle of a long step.
+            kill_group(actor.process)
             actor.process.join()
             actor.connection.close()
 
     def kill(self):
         """Kills the actors. A signal handler may call it: it takes no lock."""
         for actor in list(self._actors):
-            actor.process.kill()
+            kill_group(actor.process)
 
 
 class _ActorProcess:

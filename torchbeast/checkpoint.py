@@ -6,11 +6,13 @@ step, updates, episodes, seconds, returns, rng    the run's counters
 """
 
 import io
+import os
+import shutil
 
 import torch
 
-from torchbeast.environment import BadInput
 from torchbeast.files import write_atomically
+from torchbeast.process import BadInput, first_line
 
 
 def write(path, checkpoint):
@@ -22,19 +24,43 @@ def write(path, checkpoint):
     write_atomically(path, buffer.getbuffer())
 
 
-def read(path, flags) -> dict:
-    """Reads a checkpoint, executing nothing in the file (weights_only=True).
+def keep(path, step, num):
+    """Keeps the checkpoint at path, which is of this step, beside it as name-STEP.tar.
+    Removes all but the newest num of those."""
+    kept = path.with_name(f"{path.stem}-{step:012d}.tar")
+    kept.unlink(missing_ok=True)
+    try:
+        os.link(path, kept)
+    except OSError:  # Some file systems have no links.
+        shutil.copyfile(path, kept)
+    all_kept = path.parent.glob(f"{path.stem}-{12 * '[0-9]'}.tar")
+    # By time: who goes back to an earlier checkpoint goes on from there.
+    for old in sorted(all_kept, key=lambda p: p.stat().st_mtime_ns)[:-num]:
+        old.unlink()
 
-    Raises BadInput if the file is of another environment or agent, or not a checkpoint.
-    """
+
+def load(path) -> dict:
+    """Reads a checkpoint, executing nothing in the file (weights_only=True). Raises
+    BadInput if it is not one."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        theirs, _ = checkpoint["flags"], int(checkpoint["step"])
-        env, agent = theirs["env"], theirs.get("agent", "polybeast")
+        int(checkpoint["step"])
+        flags = checkpoint["flags"]
+        for text in (*flags, flags["env"], flags.get("agent", "")):
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r}, expected a text")
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {path}") from None
     except Exception as e:  # Whatever a damaged or hostile file leads to.
         raise not_a_checkpoint(path, e) from e
+    return checkpoint
+
+
+def read(path, flags) -> dict:
+    """Reads a checkpoint, as load(). Raises BadInput if it is of another environment or
+    agent."""
+    checkpoint = load(path)
+    env, agent = (checkpoint["flags"].get(k, "polybeast") for k in ("env", "agent"))
     if env != flags.env:
         raise BadInput(f"checkpoint {path} is of --env {env}, not {flags.env}")
     if agent != flags.agent:
@@ -92,10 +118,3 @@ def load_weights(module, weights):
 
 def not_a_checkpoint(path, error):
     return BadInput(f"{path} is not a checkpoint that can be read: {first_line(error)}")
-
-
-def first_line(error):
-    """The error's type, and its message's first line without control characters."""
-    lines = [line for line in str(error).splitlines() if line.strip()][:1]
-    line = "".join(c for c in "".join(lines) if c.isprintable())
-    return f"{type(error).__name__}: {line}"

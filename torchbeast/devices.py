@@ -7,7 +7,8 @@ import re
 import torch
 
 from torchbeast.encoders import has_images
-from torchbeast.environment import BadInput, map_structure
+from torchbeast.environment import map_structure
+from torchbeast.process import BadInput
 
 
 def set_defaults(flags):
@@ -33,23 +34,22 @@ def get_device(flags, flag):
 
 
 def has_bfloat16(device):
-    """Tells whether the device is faster in bfloat16. (PyTorch computes in bfloat16 on
-    any CPU, but without AMX it was slower than float32, even with AVX512-BF16.)"""
-    if device.type == "cuda":
-        nvidia = torch.version.hip is None  # AMD's numbers mean something else.
-        return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Tells whether the device is a CPU that is faster in bfloat16: one with AMX.
+    (PyTorch computes in bfloat16 on any, but with AVX512-BF16 alone it was slower than
+    float32.)"""
     # Older versions of PyTorch do not tell.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
+    return device.type == "cpu" and bool(capabilities.get("amx_bf16"))
 
 
 def choose_precision(flags, space):
-    """Replaces --precision auto by what suits the observations and the devices."""
+    """Replaces --precision auto: bfloat16 only where learning in it was compared with
+    float32, and was as good and faster, else float32."""
     if flags.precision == "auto":
         devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
         everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
-        bfloat16 = everywhere and has_images(space)
-        flags.precision = "bfloat16" if bfloat16 else "float32"
+        compared = getattr(flags, "net", None) == "shallow" and has_images(space)
+        flags.precision = "bfloat16" if everywhere and compared else "float32"
 
 
 @functools.cache

@@ -21,45 +21,76 @@ def make_encoder(space, deep=False, bfloat16=False):
     bfloat16: images are computed on in this precision; numbers are not, as 1,001 and
               1,003 would be the same number
     """
-    encoder = _make_encoder(space, deep, bfloat16)
+    encoder = _make_encoder(space, deep, bfloat16, "observation")
     initialize(encoder)
     return encoder
 
 
-def _make_encoder(space, deep, bfloat16):
+def _make_encoder(space, deep, bfloat16, name):
     if isinstance(space, spaces.Dict):
-        return NestEncoder(space.spaces, deep, bfloat16)
+        return NestEncoder(space.spaces, deep, bfloat16, name)
     if isinstance(space, spaces.Tuple):
-        return NestEncoder(dict(enumerate(space.spaces)), deep, bfloat16)
-    if isinstance(space, spaces.Box):
-        if is_image(space):
-            layers = deep_layers if deep else shallow_layers
-            return ImageEncoder(space.shape, channels_last(space), layers, bfloat16)
+        return NestEncoder(dict(enumerate(space.spaces)), deep, bfloat16, name)
+    if is_image(space):
+        encoder = ImageEncoder(space, deep_layers if deep else shallow_layers, bfloat16)
+        what = f"image, {' x '.join(map(str, space.shape))}"
+    elif isinstance(space, (spaces.Box, spaces.MultiBinary)):
         scale = 255 if space.dtype == np.uint8 else 1
-        return VectorEncoder(math.prod(space.shape), scale)
-    if isinstance(space, spaces.MultiBinary):
-        return VectorEncoder(math.prod(space.shape))
-    if isinstance(space, spaces.Discrete):
-        return OneHotEncoder([int(space.n)], space.start)
-    if isinstance(space, spaces.MultiDiscrete):
+        encoder = VectorEncoder(math.prod(space.shape), scale)
+        what = f"numbers, {math.prod(space.shape)}"
+    elif isinstance(space, spaces.Discrete):
+        encoder = OneHotEncoder([int(space.n)], space.start)
+        what = f"1 of {space.n}"
+    elif isinstance(space, spaces.MultiDiscrete):
         start = torch.as_tensor(space.start.ravel())
-        return OneHotEncoder([int(n) for n in space.nvec.ravel()], start)
-    raise ValueError(f"there is no encoder for observation space {space}")
+        encoder = OneHotEncoder([int(n) for n in space.nvec.ravel()], start)
+        what = f"integers, {math.prod(space.shape)}"
+    else:
+        raise ValueError(f"there is no encoder for observation space {space}")
+    encoder.encodes = f"{name} ({what})"
+    return encoder
+
+
+def summary(net, texts=()):
+    """Returns a line that names what each encoder of a network encodes, the
+    observations of text, which are left out, and the number of parameters."""
+    parts = [m.encodes for m in net.modules() if hasattr(m, "encodes")]
+    if texts:
+        parts.append(f"without {', '.join(texts)} (text)")
+    parts.append(f"{sum(p.numel() for p in net.parameters()):,} parameters")
+    return f"network: {', '.join(parts)}"
+
+
+MIN_IMAGE_SIDE = 10  # Smaller ones are vectors: convolutions have nothing to halve.
+
+
+def image_shape(space):
+    """Returns (order, (H, W, C)) if the space is an image or a stack of images, else
+    None. order: the dimensions of an observation that are H and W, then those that
+    together are C.
+
+    Images are [H, W], [H, W, C], [C, H, W], or stacks of the last two, [K, ...], of any
+    dtype, with sides of 10 or more. [H, W] must have bounds: without, it is a table.
+    """
+    if not isinstance(space, spaces.Box):
+        return None
+    shape = space.shape
+    if len(shape) == 2 and space.is_bounded():
+        order = (0, 1)
+    elif len(shape) == 3:
+        order = (0, 1, 2) if shape[2] < shape[0] else (1, 2, 0)
+    elif len(shape) == 4:
+        order = (1, 2, 0, 3) if shape[3] < shape[1] else (2, 3, 0, 1)
+    else:
+        return None
+    height, width, *channels = (shape[i] for i in order)
+    if min(height, width) < MIN_IMAGE_SIDE:
+        return None
+    return order, (height, width, math.prod(channels))
 
 
 def is_image(space):
-    """Tells whether the space is an image, or a stack of images, that is large enough
-    for convolutions to halve it a few times."""
-    if not isinstance(space, spaces.Box) or space.dtype != np.uint8:
-        return False
-    if len(space.shape) != 3:
-        return False
-    return min(space.shape[:2] if channels_last(space) else space.shape[1:]) >= 20
-
-
-def channels_last(space):
-    """Tells whether an image's shape is [H, W, C], not [C, H, W]."""
-    return space.shape[2] < space.shape[0]
+    return image_shape(space) is not None
 
 
 def has_images(space):
@@ -89,18 +120,20 @@ def initialize(module, gain=2**0.5):
                 nn.init.zeros_(layer.bias)
 
 
-def shallow_layers(channels):
-    """The convolutions of IMPALA's figure 3, left."""
+def shallow_layers(channels, side):
+    """The convolutions of IMPALA's figure 3, left; half of their size and stride for
+    images with a side of less than 20."""
+    half = 1 if side >= 20 else 2
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 8, stride=4),
+        nn.Conv2d(channels, 16, 8 // half, stride=4 // half),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Conv2d(16, 32, 4 // half, stride=2 // half),
         nn.ReLU(),
         nn.Flatten(),
     )
 
 
-def deep_layers(channels):
+def deep_layers(channels, side):
     """The convolutions of IMPALA's figure 3, right: three sections of two residual
     blocks."""
     layers = []
@@ -132,32 +165,40 @@ class ResidualBlock(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Encodes uint8 images [N, C, H, W], or [N, H, W, C], by the IMPALA paper's
-    layers."""
+    """Encodes images of a Box [N, ...], as image_shape() knows them, by the IMPALA
+    paper's layers."""
 
-    def __init__(
-        self, shape, channels_last=False, layers=shallow_layers, bfloat16=False
-    ):
+    def __init__(self, space, layers=shallow_layers, bfloat16=False):
         super().__init__()
         self.bfloat16 = bfloat16
-        self.channels_last = channels_last
-        self.layers = layers(shape[2] if channels_last else shape[0])
+        self.order, (height, width, channels) = image_shape(space)
+        # From -2 to 2. Between 0 and 1 a ball of a few pixels is lost in the
+        # background: the value of Pong was learned four times slower.
+        self.scale, self.offset = 1, 0
+        if space.dtype == np.uint8:
+            self.scale, self.offset = 1 / 64, 2
+        elif 0 < (size := float(space.high.max()) - float(space.low.min())) < 1e6:
+            self.scale = 4 / size
+            self.offset = 2 + float(space.low.min()) * self.scale
+        self.layers = layers(channels, min(height, width))
         with torch.no_grad():
-            features = self._convolve(torch.zeros(1, *shape)).shape[1]
+            features = self._convolve(torch.zeros(1, *space.shape)).shape[1]
         self.out_features = 256
         self.fc = nn.Linear(features, self.out_features)
 
     def _convolve(self, x):
-        if not self.channels_last:
+        if self.order == (1, 2, 0):
             # The convolutions take their channels last, too. As bytes it is a quarter
             # of the work, and done once, not in the backward pass again. (On a CPU
             # stack() is faster than contiguous(), by a tenth of all the network does.)
             x = torch.stack(x.unbind(1), dim=-1)
+        elif self.order != (0, 1, 2):
+            x = x.permute(0, *(1 + i for i in self.order))
+            x = x.reshape(*x.shape[:3], -1)  # [N, H, W, C]
         x = x.permute(0, 3, 1, 2)
-        # From -2 to 2. Between 0 and 1 a ball of a few pixels is lost in the
-        # background: the value of Pong was learned four times slower.
         # (In place: as three new tensors it was a tenth of an update.)
-        return self.layers(x.float().mul_(1 / 64).sub_(2))
+        x = x.float() if x.dtype != torch.float32 else x.clone()
+        return self.layers(x.mul_(self.scale).sub_(self.offset))
 
     def forward(self, x):
         with autocast(self.bfloat16, x.device):
@@ -206,11 +247,14 @@ class NestEncoder(nn.Module):
     """Encodes each entry of a dict or tuple of observations, and concatenates the
     results."""
 
-    def __init__(self, parts, deep=False, bfloat16=False):
+    def __init__(self, parts, deep, bfloat16, name):
         super().__init__()
         self.keys = list(parts)
         self.encoders = nn.ModuleList(
-            [_make_encoder(space, deep, bfloat16) for space in parts.values()]
+            [
+                _make_encoder(space, deep, bfloat16, f"{name}/{key}")
+                for key, space in parts.items()
+            ]
         )
         self.out_features = sum(e.out_features for e in self.encoders)
 

@@ -27,20 +27,26 @@ No torch in here: environment servers import this file.
 import contextlib
 import difflib
 import importlib
-import inspect
+import math
 import os
-import threading
+import re
 import time
+from multiprocessing.process import ORIGINAL_DIR
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import VectorEnv
 
+from torchbeast.batch import Batch, Vector
+from torchbeast.calls import Call, create
+from torchbeast.old_gym import as_gymnasium
+from torchbeast.process import BadInput, first_line, log
+from torchbeast.spaces import BadStep, check_finite, choices
 
-class BadInput(ValueError):
-    """A mistake of the user's. The programs print it as one line and exit with code
-    2."""
+LOG_EVERY_S = 10  # While environments are made.
+MAX_METRICS = 100  # Of an episode.
+# Of a column of logs.csv: ASCII without spaces, commas and quotes.
+NAME = r"[!#-+\--~]{1,100}"
 
 
 def map_structure(fn, nest, *others):
@@ -72,71 +78,61 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
     """Makes what Environment takes: a list of num_envs Gymnasium environments, or the
     vector environment that env_id has of its own.
 
-    Raises BadInput, one line with close matches, if there is no such environment.
+    Raises BadInput, one line with close matches, if there is no such environment, or if
+    it needs a package that is not there.
     """
     # Not every environment has the argument.
     kwargs = {"render_mode": render_mode} if render_mode else {}
+    module, _, name = env_id.rpartition(":")
     try:
-        module, _, name = env_id.rpartition(":")
+        if module and not re.fullmatch(r"\w+(\.\w+)*", module):
+            raise ImportError(f"{module!r} cannot be the name of a module")
         if module:
             importlib.import_module(module)
         spec = gymnasium.spec(name)
         if spec.vector_entry_point and num_envs > 1 and not spec.additional_wrappers:
             mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
             return gymnasium.make_vec(name, num_envs, mode, **kwargs)
-        kwargs["disable_env_checker"] = True
-        return [gymnasium.make(name, **kwargs) for _ in range(num_envs)]
-    except (gymnasium.error.Error, ImportError, TypeError) as e:
+        return list(_make(name, num_envs, kwargs))
+    except TypeError as e:
+        if not kwargs:
+            raise
+        raise BadInput(f"environment {env_id!r} cannot be shown: {e}") from e
+    except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
-            raise BadInput(f"unknown environment {env_id!r}{_close(name)}") from e
+            raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
         reason = " ".join(str(e).split())
         raise BadInput(f"environment {env_id!r} cannot be made: {reason}") from e
 
 
+def _make(name, num_envs, kwargs):
+    logged_at = time.monotonic()
+    for i in range(num_envs):
+        if time.monotonic() - logged_at > LOG_EVERY_S:
+            logged_at = time.monotonic()
+            log.info("%s: %d of %d environments are made", name, i, num_envs)
+        with Call(f"the constructor of {name}"):
+            env = gymnasium.make(name, disable_env_checker=True, **kwargs)
+        yield env
+
+
 def _close(env_id: str) -> str:
+    module, colon, name = env_id.rpartition(":")
     by_lower = {name.lower(): name for name in gymnasium.registry}
-    close = difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.5)
-    return f": did you mean {', '.join(by_lower[c] for c in close)}?" if close else ""
-
-
-_calls = set()  # Of environments, that have not returned yet.
-
-
-@contextlib.contextmanager
-def watched():
-    """A context for a call of an environment: see watch()."""
-    call = object()
-    _calls.add(call)
-    try:
-        yield
-    finally:
-        _calls.discard(call)
-
-
-def watch(name: str, timeout_s: float, tell):
-    """Ends this process when a call of an environment has not returned for timeout_s,
-    because nothing can end the call alone. Calls tell(one line) first.
-
-    A call that holds the GIL all the time is not noticed. The thread that watches ends
-    with the process.
-    """
-
-    def check():
-        seen = {}  # {call: how often}: time in which the process was stopped is none.
-        while max(seen.values(), default=0) <= 10:
-            time.sleep(timeout_s / 10)
-            seen = {call: seen.get(call, 0) + 1 for call in list(_calls)}
-        tell(f"{name} did not answer for {timeout_s:g} s (--env_timeout_seconds)")
-        os._exit(1)
-
-    threading.Thread(target=check, daemon=True, name="watch").start()
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    names = ", ".join(f"{module}{colon}{by_lower[c]}" for c in close)
+    return f": did you mean {names}?" if close else ""
 
 
 class Environment:
     """E environments that step together. Not thread-safe.
 
+    env: one Gymnasium environment or a list of them, a Gymnasium vector environment, or
+        objects of the old Gym API. BadInput if it is none of these.
+
     num_envs:           E
-    observation_space:  of one environment, Gymnasium's
+    observation_space:  of one environment, Gymnasium's, without entries of text
+    texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
     num_actions:        A of each of the D numbers that make an action: a tuple
     action_shape:       () for Discrete, (D,) for MultiDiscrete
@@ -145,31 +141,33 @@ class Environment:
     """
 
     def __init__(self, env):
-        if isinstance(env, list) and not env:
-            raise BadInput("no environment: expected one or more")
-        if not isinstance(env, VectorEnv):
-            envs = [_as_gymnasium(e) for e in (env if isinstance(env, list) else [env])]
-            env = SyncVectorEnv([lambda e=e: e for e in envs])
-        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-        if AutoresetMode(mode) != AutoresetMode.NEXT_STEP:
-            raise BadInput(
-                f"vector environment has autoreset mode {AutoresetMode(mode).value}: "
-                "make it with autoreset_mode=AutoresetMode.NEXT_STEP"
-            )
-        self.env = env
-        self.num_envs = env.num_envs
-        self.observation_space = env.single_observation_space
-        self.action_space = env.single_action_space
-        self.frames_per_step = getattr(env, "frames_per_step", 1)
-        self.fps = env.metadata.get("render_fps", 30) / self.frames_per_step
-        check_observation_space(self.observation_space)
+        if isinstance(env, VectorEnv):
+            self.env = Vector(env)
+        else:
+            envs = [as_gymnasium(e) for e in (env if isinstance(env, list) else [env])]
+            if not envs:
+                raise BadInput("no environment: expected one or more")
+            self.env = Batch(envs)
+        self.name = self.env.name
+        self.num_envs = self.env.num_envs
+        self.observation_space = self.env.observations.space
+        self.texts = self.env.observations.texts
+        self.action_space = self.env.action_space
+        self.frames_per_step = self.env.frames_per_step
+        metadata = self.env.metadata or {}
+        self.fps = (metadata.get("render_fps") or 30) / self.frames_per_step
         self.num_actions, self.action_shape, self._start = choices(self.action_space)
         self._last = None  # [E] bool, terminated | truncated at the last step.
+        self._metrics = []
+        self._warned = False
 
     def initial(self, seed: int | None = None) -> dict:
-        """Resets all environments. Returns the first step, with done = True."""
-        with watched():
-            observation, _ = self.env.reset(seed=seed)
+        """Resets all environments. Returns the first step, with done = True.
+
+        Each environment gets a seed of its own. Raises BadStep if an observation is not
+        what the space declares.
+        """
+        observation = self.env.reset(seed)
         E = self.num_envs
         self._last = np.zeros(E, bool)
         self._episode_end = np.zeros(E, bool)
@@ -178,7 +176,7 @@ class Environment:
         self._training_return = np.zeros(E)
         zeros = np.zeros(E, bool)
         action = np.zeros((E, *self.action_shape), np.int64)
-        return self._step(observation, np.zeros(E), ~zeros, zeros, zeros, action, {})
+        return self._step(observation, np.zeros(E), ~zeros, zeros, zeros, zeros, action)
 
     def step(self, action: np.ndarray) -> dict:
         """Steps all environments.
@@ -195,36 +193,31 @@ class Environment:
                 f"expected {(self.num_envs, *self.action_shape)}"
             )
         done = self._last
-        with watched():
-            observation, reward, terminated, truncated, info = self.env.step(
-                action + self._start
-            )
+        observation, reward, terminated, truncated, end, metrics = self.env.step(
+            action + self._start
+        )
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0
         self._episode_step[~self._episode_end] += 1
         action = action.copy()
         action[done] = 0
-        return self._step(
-            observation, reward, done, terminated, truncated, action, info
-        )
+        for m in metrics:
+            if m is not None:
+                self._add_metrics(m)
+        return self._step(observation, reward, done, terminated, truncated, end, action)
 
-    def _step(self, observation, reward, done, terminated, truncated, action, info):
+    def _step(self, observation, reward, done, terminated, truncated, end, action):
         # No reward leads into a first observation. If only training begins anew there,
         # the game may have paid: it goes on the score.
         self._episode_return += np.where(done & self._episode_end, 0, reward)
         reward = np.where(done, 0, reward).astype(np.float32)
-        check_finite({"observation": observation, "reward": reward})
+        check_finite(reward, "reward")
         self._training_return += reward
         # Both at once is an end: nothing is bootstrapped.
         truncated = truncated & ~terminated
         self._last = terminated | truncated
-        # Gymnasium's convention: info["_x"] tells which environments info["x"] is of.
-        self._episode_end = np.where(
-            info.get("_episode_end", "episode_end" in info),
-            info.get("episode_end", self._last),
-            self._last,
-        ).astype(bool)
+        self._episode_end = end
         return {
             "observation": observation,
             "reward": reward,
@@ -238,131 +231,67 @@ class Environment:
             "training_episode_return": self._training_return.astype(np.float32),
         }
 
+    def _add_metrics(self, metrics):
+        """Keeps the numbers of an episode's metrics, and warns once of anything
+        else."""
+        numbers, metrics = {}, metrics if isinstance(metrics, dict) else {"": metrics}
+        for name, x in list(metrics.items())[:MAX_METRICS]:
+            try:
+                number = float(np.asarray(x).item())
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            if math.isfinite(number) and re.fullmatch(NAME, str(name)):
+                numbers[str(name)] = number
+            elif not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s: info['episode_metrics'] has %.50r: %.50r, expected names of "
+                    "finite numbers: left out",
+                    self.name,
+                    name,
+                    x,
+                )
+        if numbers:
+            self._metrics.append(numbers)
+
+    def take_metrics(self) -> list[dict]:
+        """Returns info["episode_metrics"] of the reported episodes that ended since the
+        last call: {name: number} of each."""
+        metrics, self._metrics = self._metrics, []
+        return metrics
+
     def render(self):
         """Returns the frame [H, W, 3] uint8 of the first environment, if it renders
         arrays."""
-        frame = self.env.render()
-        return frame[0] if isinstance(frame, (tuple, list)) else frame
+        return self.env.render()
 
     def close(self):
-        self.env.close()
+        """Closes the environments. Logs what they raise."""
+        try:
+            with Call(f"close() of {self.name}"):
+                self.env.close()
+        except Exception as e:
+            log.warning("close() of %s raised %s", self.name, first_line(e))
 
 
-def check_finite(nest):
-    """Raises a ValueError that names the environment if a number is NaN or infinite.
-    The network would turn every number it computes from such a number into NaN."""
-    for path, x in leaves(nest):
-        x = np.asarray(x)
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            index = tuple(int(i) for i in np.argwhere(~np.isfinite(x))[0])
-            raise ValueError(f"{path} of environment {index[0]} is {x[index]}")
+def probe(create_env, flags, num_envs):
+    """Makes environments only to see what their steps look like, and closes them.
+    Returns (env, its first step)."""
+    try:
+        env = create(create_env, flags, num_envs)
+        try:
+            return env, first_step(env)
+        finally:
+            env.close()
+    finally:
+        with contextlib.suppress(OSError):
+            os.chdir(ORIGINAL_DIR)
 
 
-def check_observation_space(space, path="observation"):
-    """Raises BadInput that names the first part of the space that is not supported."""
-    if isinstance(space, spaces.Dict):
-        for key, part in space.spaces.items():
-            check_observation_space(part, f"{path}/{key}")
-    elif isinstance(space, spaces.Tuple):
-        for i, part in enumerate(space.spaces):
-            check_observation_space(part, f"{path}/{i}")
-    elif not isinstance(
-        space,
-        (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
-    ):
-        raise BadInput(
-            f"{path} space {space} is not supported: "
-            "use Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them"
-        )
-
-
-def choices(space):
-    """Describes an action of the space: (the number of choices of each of its D
-    numbers, its shape () or (D,), its smallest value). Raises BadInput if the space is
-    not supported."""
-    if isinstance(space, spaces.Discrete):
-        return (int(space.n),), (), int(space.start)
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        return tuple(int(n) for n in space.nvec), space.shape, space.start
-    raise BadInput(
-        f"action space {space} is not supported: use Discrete or a flat MultiDiscrete"
-    )
-
-
-# The old Gym API: reset() -> observation, step() -> (observation, reward, done, info),
-# spaces of a package that need not be installed.
-
-
-def _as_gymnasium(env) -> gymnasium.Env:
-    return env if isinstance(env, gymnasium.Env) else OldGym(env)
-
-
-class OldGym(gymnasium.Env):
-    """Turns an object of the old Gym API into a Gymnasium environment."""
-
-    def __init__(self, env):
-        if isinstance(env, VectorEnv):
-            raise BadInput("a vector environment stands alone, not in a list")
-        for name in ("reset", "step", "observation_space", "action_space"):
-            if not hasattr(env, name):
-                raise BadInput(
-                    f"{type(env).__name__} is neither a Gymnasium nor an old Gym "
-                    f"environment: it has no {name}"
-                )
-        self.env = env
-        self.observation_space = _as_gymnasium_space(env.observation_space)
-        self.action_space = _as_gymnasium_space(env.action_space)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        parameters = inspect.signature(self.env.reset).parameters.values()
-        takes_seed = any(
-            p.name == "seed" or p.kind == p.VAR_KEYWORD for p in parameters
-        )
-        if seed is None:
-            result = self.env.reset()
-        elif hasattr(self.env, "seed"):
-            self.env.seed(seed)
-            result = self.env.reset()
-        else:  # Gym 0.26.
-            result = self.env.reset(**({"seed": seed} if takes_seed else {}))
-        if isinstance(result, tuple) and len(result) == 2:
-            if isinstance(result[1], dict):  # Gym 0.26, and look-alikes.
-                return result
-        return result, {}
-
-    def step(self, action):
-        result = self.env.step(action)
-        if len(result) == 5:
-            return result
-        observation, reward, done, info = result
-        truncated = bool(done) and bool(info.get("TimeLimit.truncated", False))
-        return observation, reward, bool(done) and not truncated, truncated, info
-
-    def render(self):
-        return self.env.render(mode="rgb_array")
-
-    def close(self):
-        if hasattr(self.env, "close"):
-            self.env.close()
-
-
-def _as_gymnasium_space(space) -> spaces.Space:
-    """Converts a space of the old Gym API, by its class's name: gym need not be
-    installed."""
-    if isinstance(space, spaces.Space):
-        return space
-    name = type(space).__name__
-    if name == "Box":
-        return spaces.Box(space.low, space.high, space.shape, space.dtype)
-    if name == "Discrete":
-        return spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0)))
-    if name == "MultiDiscrete":
-        return spaces.MultiDiscrete(space.nvec)
-    if name == "MultiBinary":
-        return spaces.MultiBinary(space.n)
-    if name == "Dict":
-        return spaces.Dict({k: _as_gymnasium_space(v) for k, v in space.spaces.items()})
-    if name == "Tuple":
-        return spaces.Tuple([_as_gymnasium_space(v) for v in space.spaces])
-    raise BadInput(f"space {space} of the old Gym API is not supported")
+def first_step(env, seed=0):
+    """Returns a first step. Raises BadInput if it is not what the environment's spaces
+    declare."""
+    try:
+        return env.initial(seed)
+    except BadStep as e:
+        raise BadInput(f"environment {env.name}: {e}") from e

@@ -6,14 +6,22 @@ No torch in here: environment servers import this file.
 import argparse
 import importlib
 import math
+import os
+import pathlib
+import re
+import shlex
 import signal
 import sys
 
-from torchbeast.environment import BadInput
 from torchbeast.process import (
+    BadInput,
+    children,
+    first_line,
     keep_freed_memory,
+    kill_children,
     open_standard_files,
     setup_logging,
+    terminable,
 )
 
 
@@ -54,6 +62,15 @@ def number(kind, low=None, high=None, above=None):
     return parse
 
 
+def path(text):
+    """An argparse type: an absolute path, because environments may change the working
+    directory."""
+    try:
+        return os.path.abspath(pathlib.Path(text).expanduser())
+    except RuntimeError as e:  # ~nobody
+        raise argparse.ArgumentTypeError(f"{text}: {e}") from e
+
+
 def load_agent(name):
     """Imports the module that --agent names. Raises BadInput if it is not an agent."""
     try:
@@ -84,43 +101,47 @@ def agent_parser(name):
 
 
 def make_agent(flags, env):
-    """Makes an agent of --agent for an environment.Environment."""
+    """Makes an agent of --agent for an environment.Environment. Raises BadInput if its
+    network is larger than the memory."""
     module = load_agent(flags.agent)
-    return module.Agent(flags, env.observation_space, env.action_space)
+    try:
+        return module.Agent(flags, env.observation_space, env.action_space)
+    except (MemoryError, RuntimeError) as e:
+        if not re.search("allocate memory|out of memory", str(e)):
+            raise
+        message = f"the network for {env.name} is larger than the memory"
+        raise BadInput(f"{message}: {first_line(e)}") from e
 
 
-def run_program(prog, parser, modes, argv=None):
-    """Parses the command line and calls the function of the flags that --mode names.
-    Returns the exit code.
-
-    parser: a function of the agent's name that returns the program's argparse parser
-    modes:  {--mode: function}, see play.modes()
-    """
-    if "--multiprocessing-fork" in sys.orig_argv:
-        raise RuntimeError(
-            "main() was called while a process of its own started: the script needs "
-            "`if __name__ == '__main__':` before it"
-        )
-    argv = sys.argv[1:] if argv is None else argv
+def run_command(prog, body):
+    """Returns what body() returns, the exit code of the command that this process is.
+    BadInput becomes one line on stderr and exit code 2."""
     open_standard_files()
     setup_logging()
     keep_freed_memory()
-    p = Parser(prog=prog, add_help=False)
-    p.add_argument("--agent", default="polybeast")
-    agent = p.parse_known_args(argv)[0].agent
+    children_before = children()
     try:
-        p = parser(agent)
-        flags = p.parse_args(argv)
-        flags.command = [prog, *argv]
-        if flags.video and flags.mode != "test":
-            raise BadInput(f"--video goes with --mode test, not {flags.mode}")
-        return modes[flags.mode](flags)
+        with terminable():
+            return body()
     except BadInput as e:
-        p.error(str(e))
-    except argparse.ArgumentError as e:  # A flag that the program has, too.
-        p.error(f"--agent {agent}: parser(): {e}")
-    except KeyboardInterrupt:  # Before or after training, which handles signals itself.
-        return 128 + signal.SIGINT
+        sys.stderr.write(f"{prog}: error: {e}\n")
+        return 2
+    except KeyboardInterrupt as e:  # Training handles signals itself.
+        return 128 + getattr(e, "signum", signal.SIGINT)
+    except BrokenPipeError:  # Nobody reads the results of a test.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    finally:  # Environments in this process may have left some.
+        kill_children(children() - children_before)
+
+
+def command_line(flags, *words):
+    """Returns the command line of this run with other words at its end, such as
+    "--mode", "test"."""
+    program, *own = flags.command
+    if not any(word.split("=")[0] == "--xpid" for word in own):
+        own.append(f"--xpid={flags.xpid}")
+    return f"python -m {program} {shlex.join([*own, *words])}"
 
 
 def run_parser() -> argparse.ArgumentParser:
@@ -136,13 +157,15 @@ def run_parser() -> argparse.ArgumentParser:
                    "(default: %(default)s)")
     g.add_argument("--xpid", metavar="NAME", help="name of the run: the same name "
                    "again resumes it (default: from the time; for tests, the newest)")
-    g.add_argument("--savedir", metavar="DIR", default="~/logs/torchbeast",
+    g.add_argument("--savedir", metavar="DIR", type=path, default="~/logs/torchbeast",
                    help="directory in which runs are kept (default: %(default)s)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
                    help="seed of weights, actions and environments "
                    "(default: drawn by the system)")
     g.add_argument("--disable_checkpoint", action="store_true",
                    help="neither read nor write model.tar")
+    g.add_argument("--keep_checkpoints", type=number(int, 1), default=1, metavar="N",
+                   help="newest checkpoints to keep (default: %(default)s)")
     g.add_argument("--checkpoint_interval_seconds", type=number(float, above=0),
                    default=600, metavar="S",
                    help="time between checkpoints (default: %(default)s)")
@@ -153,10 +176,11 @@ def run_parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("training")
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
                    metavar="N", help="agent steps to train for (default: %(default)s)")
-    g.add_argument("--batch_size", type=number(int, 1), default=4, metavar="B",
-                   help="rollouts in a learner batch (default: %(default)s)")
-    g.add_argument("--unroll_length", type=number(int, 1), default=20, metavar="T",
-                   help="steps in a rollout (default: %(default)s)")
+    g.add_argument("--batch_size", type=number(int, 1, 10**6), default=4,
+                   metavar="B", help="rollouts in a learner batch "
+                   "(default: %(default)s)")
+    g.add_argument("--unroll_length", type=number(int, 1, 10**6), default=20,
+                   metavar="T", help="steps in a rollout (default: %(default)s)")
     g.add_argument("--num_learner_threads", type=number(int, 1), metavar="N",
                    help="threads that take turns: one assembles a batch, and copies it "
                    "to the GPU, while another updates (default: 2 with a GPU, else 1)")
@@ -165,16 +189,20 @@ def run_parser() -> argparse.ArgumentParser:
     g.add_argument("--precision", default="auto",
                    choices=("auto", "float32", "bfloat16"),
                    help="arithmetic of the image encoder; everything else is float32 "
-                   "(default: auto, bfloat16 in training if observations have images "
-                   "and all devices compute faster in it, else float32)")
+                   "(default: auto, bfloat16 for --net shallow on CPUs with AMX, "
+                   "else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network, for GPUs: slower to start")
 
     g = p.add_argument_group("test")
+    g.add_argument("--checkpoint", metavar="FILE", type=path,
+                   help="checkpoint of the agent that plays (default: the run's "
+                   "model.tar)")
     g.add_argument("--num_test_episodes", type=number(int, 1), default=10, metavar="N",
                    help="whole games to play (default: %(default)s)")
     g.add_argument("--sample_actions", action="store_true",
                    help="sample from the policy (default: its most probable action)")
-    g.add_argument("--video", metavar="FILE.mp4", help="record the first episode")
+    g.add_argument("--video", metavar="FILE.mp4", type=path,
+                   help="record the first episode")
     # fmt: on
     return p

@@ -4,10 +4,12 @@ import contextlib
 import math
 import numbers
 import time
+import traceback
 
 import torch
 
-from torchbeast import checkpoint, play, stages
+from torchbeast import checkpoint, stages
+from torchbeast.flags import command_line
 from torchbeast.process import Signals, Stop, log
 
 
@@ -90,13 +92,21 @@ class Learner:
         """
         flags, run = self.flags, self.run
         exit_code = 0
+        if self.finished:
+            log.info(
+                "step %d of %d: nothing is left to do", run.step, flags.total_steps
+            )
+            run.close()
+            return 0
         with Signals() as signals, processes or contextlib.nullcontext():
             try:
                 try:
                     body(signals)
-                except Exception:
+                except Exception as e:
                     # A loss that is not finite came before what it led to.
                     self.flush()
+                    if not isinstance(e, Stop):
+                        run.note(traceback.format_exc())
                     raise
                 self.save()
             except Stop as e:
@@ -107,15 +117,18 @@ class Learner:
             log.info("%s", line)
         log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
         if run.checkpoint_path.exists():
-            log.info("test it: %s", play.command(flags))
+            log.info("test it: %s", command_line(flags, "--mode", "test"))
         return exit_code
 
-    def start(self, stage_seconds=dict):
+    def start(self, stage_seconds=dict, take_metrics=list):
         """Starts the clock and the logs.
 
         stage_seconds: called for the seconds of each stage so far, beside the
         learner's.
+        take_metrics: called for the episodes' metrics since the last call, dicts of
+        numbers.
         """
+        self.run.take_metrics = take_metrics
         self.run.stage_seconds = lambda: {**stage_seconds(), **self.stage_seconds}
         self.run.start()
 

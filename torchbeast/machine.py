@@ -73,6 +73,11 @@ def processor_seconds() -> float:
     return sum(times[:4])
 
 
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def rss_mb() -> float:
     """The resident memory of this process, MiB."""
     with open("/proc/self/statm") as f:

@@ -1,41 +1,33 @@
 """A trained agent plays: --mode test and --mode test_render of every program."""
 
+import datetime
 import json
 import math
 import os
-import shlex
 
 import gymnasium
 import numpy as np
 import torch
 
 from torchbeast import checkpoint, run, seeds
-from torchbeast.environment import BadInput, map_structure
+from torchbeast.calls import create
+from torchbeast.environment import first_step, map_structure
 from torchbeast.files import write_atomically
 from torchbeast.flags import make_agent
-from torchbeast.process import log
-
-
-def modes(train, create_env):
-    """Returns what run_program() takes: {--mode: a function of the flags}."""
-
-    def play(flags):
-        return test(flags, create_env)
-
-    return {"train": train, "test": play, "test_render": play}
+from torchbeast.process import BadInput, log
 
 
 def test(flags, create_env):
     """Plays whole games with the weights of a checkpoint. Returns the exit code."""
     mode = render_mode(flags)
-    path = run.run_path(flags)
+    path = run.checkpoint_path(flags)
     flags.seed = seeds.set_seed(flags.seed)
-    env = create_env(flags, 1, mode)
+    env = create(create_env, flags, 1, mode)
+    saved = checkpoint.read(path, flags)
     agent = make_agent(flags, env)
     agent.net.eval()
-    saved = checkpoint.read(path / "model.tar", flags)
-    checkpoint.load_agent_state(agent, saved, path / "model.tar")
-    print(f"{path / 'model.tar'}: step {saved['step']}")
+    checkpoint.load_agent_state(agent, saved, path)
+    print(f"{path}: step {saved['step']}", flush=True)
     core_state = agent.initial_state(1)
 
     def policy(step):
@@ -44,8 +36,19 @@ def test(flags, create_env):
         outputs, core_state = agent.act(step, core_state, not flags.sample_actions)
         return outputs["action"][0].numpy()
 
-    returns, lengths = episodes(flags, env, policy)
-    report(flags, path, saved["step"], returns, lengths)
+    returns, lengths = [], []
+    try:
+        for episode_return, length in episodes(flags, env, policy):
+            returns.append(episode_return)
+            lengths.append(length)
+            print(
+                f"episode {len(returns)}: return {episode_return:g}, {length} steps",
+                flush=True,
+            )
+    finally:  # After Ctrl-C, too.
+        env.close()
+        if returns:
+            report(flags, path, saved["step"], returns, lengths, env.take_metrics())
     return 0
 
 
@@ -66,47 +69,41 @@ def render_mode(flags):
 
 
 def episodes(flags, env, policy):
-    """Plays --num_test_episodes whole games, and prints a line for each. Returns the
-    lists of their returns and lengths.
+    """Plays --num_test_episodes whole games. Yields each one's return and length.
 
     policy: a function of a step that returns an action for the one environment of env.
     """
     video = Video(flags.video, env.fps) if flags.video else None
-    returns, lengths = [], []
     try:
-        step = env.initial(flags.seed)
-        if video is not None:
-            env.render()
-    except gymnasium.error.DependencyNotInstalled as e:
-        raise BadInput(f"environment {flags.env!r} cannot be shown: {e}") from e
-    while len(returns) < flags.num_test_episodes:
+        step = first_step(env, flags.seed)
         if video is not None:
             video.write(env.render())
-        step = env.step(policy(step))
-        if step["episode_end"][0]:
-            returns.append(float(step["episode_return"][0]))
-            lengths.append(int(step["episode_step"][0]))
-            print(
-                f"episode {len(returns)}: return {returns[-1]:g}, {lengths[-1]} steps",
-                flush=True,
-            )
+    except gymnasium.error.DependencyNotInstalled as e:
+        raise BadInput(f"environment {flags.env!r} cannot be shown: {e}") from e
+    for _ in range(flags.num_test_episodes):
+        while True:
+            step = env.step(policy(step))
             if video is not None:
                 video.write(env.render())
-                video.close()
-                video = None
-    env.close()
-    return returns, lengths
+            if step["episode_end"][0]:
+                break
+        if video is not None:
+            video.close()
+            video = None
+        yield float(step["episode_return"][0]), int(step["episode_step"][0])
 
 
-def report(flags, path, trained_steps, returns, lengths):
-    """Prints mean and standard error of the returns, and writes test.json."""
+def report(flags, path, trained_steps, returns, lengths, metrics):
+    """Adds mean and standard error of the returns, and the means of the episodes'
+    metrics, to test.json, beside the checkpoint at path, and prints them."""
+    names = {name: None for m in metrics for name in m}
+    means = {n: float(np.mean([m[n] for m in metrics if n in m])) for n in names}
     mean, error = np.mean(returns), 0.0
     if len(returns) > 1:
         error = np.std(returns, ddof=1) / math.sqrt(len(returns))
-    print(
-        f"{len(returns)} episodes: mean return {mean:.2f}, standard error {error:.2f}"
-    )
     data = {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "checkpoint": path.name,
         "env": flags.env,
         "step": trained_steps,
         "actions": "sampled" if flags.sample_actions else "greedy",
@@ -115,12 +112,23 @@ def report(flags, path, trained_steps, returns, lengths):
         "standard_error": float(error),
         "returns": returns,
         "steps": lengths,
+        "metrics": means,
     }
-    text = json.dumps(data, indent=4) + "\n"
+    results = path.with_name("test.json")
     try:
-        write_atomically(path / "test.json", text.encode())
+        try:
+            before = json.loads(results.read_text())
+        except (FileNotFoundError, ValueError):
+            before = []
+        before = before if isinstance(before, list) else [before]  # As it once was.
+        text = json.dumps([*before, data], indent=4) + "\n"
+        write_atomically(results, text.encode())
     except OSError as e:
-        log.warning("%s: not written: %s", path / "test.json", e.strerror)
+        log.warning("%s: not written: %s", results, e.strerror)
+    print(
+        f"{len(returns)} episodes: mean return {mean:.2f}, standard error {error:.2f}"
+        + "".join(f", mean {name} {x:.4g}" for name, x in means.items())
+    )
 
 
 class Video:
@@ -139,6 +147,11 @@ class Video:
         self._writer = None
 
     def write(self, frame):
+        if getattr(frame, "ndim", 0) != 3:
+            raise BadInput(
+                f"--video: render() returned {type(frame).__name__}, expected an array "
+                "[H, W, 3]"
+            )
         if self._writer is None:
             height, width = frame.shape[:2]
             self._writer = self._cv2.VideoWriter(
@@ -153,11 +166,3 @@ class Video:
 
     def close(self):
         self._writer.release()
-
-
-def command(flags):
-    """Returns the command that lets the agent of this run play."""
-    program, *words = flags.command
-    if not any(word.split("=")[0] == "--xpid" for word in words):
-        words += ["--xpid", flags.xpid]
-    return f"python -m {program} {shlex.join([*words, '--mode', 'test'])}"

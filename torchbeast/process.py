@@ -5,16 +5,26 @@ No torch in here: environment servers import this file.
 
 import contextlib
 import ctypes
+import glob
 import logging
 import os
 import resource
 import select
 import signal
 import threading
+from collections import Counter
+from multiprocessing import resource_tracker
 
-from torchbeast.environment import BadInput
 
-log = logging.getLogger("torchbeast")
+class Log(logging.Logger):
+    """A logger that environments cannot silence: logging.config.dictConfig() disables
+    those that logging.getLogger() knows, logging.disable() all others."""
+
+    def isEnabledFor(self, level):
+        return level >= self.level
+
+
+log = Log("torchbeast", logging.INFO)
 
 # What ends a program in order: Ctrl-C, a service manager, a terminal that is closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,8 +40,6 @@ def handle_signals(handler) -> dict:
 
 def setup_logging(path=None):
     """Sends log lines to stderr, and to the file at path."""
-    log.setLevel(logging.INFO)
-    log.propagate = False
     for handler in log.handlers[:]:
         log.removeHandler(handler)
         handler.close()
@@ -91,14 +99,69 @@ def allow_open_files(num_files):
 
 @contextlib.contextmanager
 def signals_blocked():
-    """A context for starting a process that is never to see SIGNALS, not even in its
-    first moment. The signals are sent to the whole process group; this process acts on
+    """A context for starting a process that calls lead_group(), lest SIGNALS end it
+    before that. The signals are sent to the whole process group; this process acts on
     them."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def lead_group():
+    """Makes this process the leader of a session and a process group of its own, which
+    end with end_group(). SIGNALS do nothing in it: its parent acts on them.
+
+    Whatever an environment starts gets SIGNALS as by default. (A mask, or SIG_IGN,
+    would be inherited: simulators would outlive their terminate().)
+    """
+    os.setsid()
+    for s in SIGNALS:
+        signal.signal(s, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.register_at_fork(after_in_child=_default_signals)
+
+
+def _do_nothing(signum, frame):
+    pass
+
+
+def _default_signals():
+    for s in SIGNALS:
+        signal.signal(s, signal.SIG_DFL)
+
+
+def end_group():
+    """Ends this process, which has called lead_group(), and all that it started."""
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def kill_group(process):
+    """Kills a child that calls lead_group(), and all that it started, whether or not it
+    has ended itself. process: multiprocessing's or subprocess's."""
+    process.kill()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def children(pid="self") -> set[int]:
+    """Returns the process ids of a process's children."""
+    found = set()
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as f:
+            found.update(map(int, f.read().split()))
+    return found
+
+
+def kill_children(pids):
+    """Kills children of this process, their children and so on."""
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    for pid in pids - {tracker}:  # It ends with us, and others may need it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # It starts no more of them.
+            kill_children(children(pid))
+            os.kill(pid, signal.SIGKILL)
 
 
 def open_standard_files():
@@ -109,6 +172,38 @@ def open_standard_files():
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, where nothing else handles them."""
+
+    def __init__(self, signum):
+        super().__init__()
+        self.signum = signum
+
+
+def _terminate(signum, frame):
+    raise Terminated(signum)
+
+
+@contextlib.contextmanager
+def terminable():
+    """A context in which SIGTERM and SIGHUP raise, as Ctrl-C does, instead of ending
+    this process at once."""
+    before = {}
+    for s in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(s) == signal.SIG_DFL:
+            before[s] = signal.signal(s, _terminate)
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+class BadInput(ValueError):
+    """A mistake of the user's. The programs print it as one line and exit with code
+    2."""
 
 
 class Stop(Exception):
@@ -145,6 +240,7 @@ class Signals:
             if signum == signal.SIGHUP:
                 return  # Of a terminal that is closed two come, or more.
             self.on_second()
+            kill_children(children())
             with contextlib.suppress(OSError, ValueError):
                 if select.select([], [2], [], 0)[1]:  # Not a pipe that nobody reads.
                     os.write(2, b"\nquit without saving\n")
@@ -154,3 +250,26 @@ class Signals:
     def check(self):
         if self.received is not None:
             raise Stop(f"stopped by {self.received.name}", 128 + self.received)
+
+
+def first_line(error):
+    """Returns the error's type, and its message's first line without control
+    characters."""
+    lines = [line for line in str(error).splitlines() if line.strip()][:1]
+    line = "".join(c for c in "".join(lines) if c.isprintable())
+    return f"{type(error).__name__}: {line}"
+
+
+class Repeated:
+    """Shortens texts, tracebacks for example, that have been there before."""
+
+    def __init__(self):
+        self._counts = Counter()
+
+    def shorten(self, text):
+        """Returns the text the first time, then its last line and how often it came."""
+        self._counts[text] += 1
+        if self._counts[text] == 1:
+            return text
+        last = (text.strip().splitlines() or [""])[-1]
+        return f" {last} (this traceback came {self._counts[text]} times)"

@@ -3,16 +3,18 @@
 csrc/torchbeast.proto defines the messages; csrc/wire.h reads them in the learner.
 """
 
+import json
+
 import numpy as np
 
 from torchbeast import environment
 from torchbeast import torchbeast_pb2 as pb
+from torchbeast.batch import MAX_STEP_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SERVICE = "torchbeast.protocol.EnvironmentServer"
-MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
-MAX_STEP_BYTES = MAX_MESSAGE_BYTES - 2**21  # Beside a Welcome and lengths.
 MAX_REQUEST_BYTES = 2**22
+MAX_METRICS_BYTES = 2**20  # Of a response.
 
 
 def encode_structure(nest):
@@ -51,15 +53,23 @@ def encode_spec(nest):
     return pb.Spec(structure=encode_structure(nest), arrays=arrays)
 
 
-def encode_step(step):
-    """Returns a serialised Response that holds the step's arrays. (protobuf produces
-    the same bytes, but copies every array three times more.)"""
+def encode_step(step, metrics=()):
+    """Returns a serialised Response that holds the step's arrays, and the metrics of
+    episodes, dicts of numbers, as many as fit. (protobuf produces the same bytes, but
+    copies every array three times more.)"""
     arrays = []
     for _, x in environment.leaves(step):
         x = np.asarray(x).reshape(-1).view(np.uint8)
         arrays += [prefix(pb.Arrays.DATA_FIELD_NUMBER, len(x)), x]
     size = sum(map(len, arrays))
-    return b"".join([prefix(pb.Response.STEP_FIELD_NUMBER, size), *arrays])
+    parts = [prefix(pb.Response.STEP_FIELD_NUMBER, size), *arrays]
+    size = 0
+    for text in (json.dumps(m).encode() for m in metrics):
+        size += len(text) + 40  # As the learner counts.
+        if size > MAX_METRICS_BYTES:
+            break
+        parts += [prefix(pb.Response.METRICS_FIELD_NUMBER, len(text)), text]
+    return b"".join(parts)
 
 
 def prefix(field, size):

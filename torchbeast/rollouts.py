@@ -12,7 +12,9 @@ for core_state.
 
 import torch
 
-from torchbeast.environment import BadInput, leaves, map_structure
+from torchbeast import machine
+from torchbeast.environment import leaves, map_structure
+from torchbeast.process import BadInput
 
 
 def specs(agent, step, unroll_length):
@@ -77,12 +79,30 @@ def specs(agent, step, unroll_length):
     }
 
 
+def check_memory(specs, num_rollouts):
+    """Raises BadInput if so many rollouts at a time need more memory than the machine
+    has."""
+    needed = num_rollouts * sum(x.nbytes for _, x in leaves(specs))
+    total = machine.memory_bytes()
+    if needed > total:
+        raise BadInput(
+            f"{num_rollouts:,} rollouts at a time need {needed:,} bytes of memory, the "
+            f"machine has {total:,}: use a smaller --unroll_length or --batch_size, or "
+            "fewer environments"
+        )
+
+
+class NotFinite(ValueError):
+    """The network overflowed, which may be the environment's doing."""
+
+    of_environment = True
+
+
 def check_outputs(outputs):
-    """Raises a ValueError that names the first of act()'s outputs that is not
-    finite."""
+    """Raises NotFinite that names the first of act()'s outputs that is not finite."""
     for path, x in leaves(outputs):
         if not torch.isfinite(x).all():
-            raise ValueError(
+            raise NotFinite(
                 f"{path} is not finite: the network was given numbers that are too "
                 "large, or its weights are not finite"
             )

@@ -8,7 +8,10 @@
     out.log        what was printed
     lock           held by the process that trains
     model.tar      the last checkpoint
-    test.json      what --mode test found
+    best.tar       the checkpoint with the best mean return of 100 episodes
+    model-STEP.tar the checkpoints before the last one, with --keep_checkpoints
+    attempt-1/     the logs of an attempt that left no checkpoint
+    test.json      what each --mode test found
 <savedir>/latest   the newest run
 """
 
@@ -25,11 +28,16 @@ from collections import deque
 
 from torchbeast import checkpoint, files, machine, seeds, stages
 from torchbeast.display import Display
-from torchbeast.environment import BadInput
-from torchbeast.process import Stop, log, setup_logging
+from torchbeast.environment import NAME
+from torchbeast.flags import command_line
+from torchbeast.process import BadInput, Stop, log, setup_logging
 
-# Of logs.csv and TensorBoard. The agent's statistics are means over the updates since
-# the line before.
+MAX_COLUMNS = 1000
+# Not compared with a checkpoint's.
+UNCOMPARED = {"command", "mode", "savedir", "seed", "xpid"}
+# Of logs.csv and TensorBoard. Beside them: the agent's statistics, means over the
+# updates since the line before; and episode/NAME for each NAME in the environment's
+# info["episode_metrics"], means over the episodes that have it.
 COLUMNS = {
     "step": "agent steps learned from (T * B an update)",
     "frames": "frames of the game: step times the environment's frame skip",
@@ -69,6 +77,10 @@ class Run:
         self.returns = deque(maxlen=100)
         self.frames_per_step = frames_per_step
         self.stage_seconds = dict  # Called for seconds so far: see stages.STAGES.
+        self.take_metrics = list  # See Environment.take_metrics().
+        self._full = False  # Of columns.
+        self._best = -math.inf  # Mean return of best.tar.
+        self._saved_step = None  # Of model.tar.
         self._checkpoint = self._lock = self._csv = self._tensorboard = None
         self.display = None
         self.path = run_path(flags)
@@ -93,13 +105,6 @@ class Run:
         except OSError as e:
             message = f"{e.filename or self.path}: {e.strerror}"
             raise BadInput(f"--savedir {self.path.parent}: {message}") from e
-        link = self.path.parent / f".latest-{os.getpid()}"
-        try:
-            link.symlink_to(self.path.name)
-            os.replace(link, self.path.parent / "latest")
-        except OSError as e:  # No symlinks here, or `latest` is the user's own.
-            link.unlink(missing_ok=True)
-            log.warning("no link %s: %s", self.path.parent / "latest", e.strerror)
         setup_logging(self.path / "out.log")
 
     def restore(self, agent):
@@ -109,15 +114,32 @@ class Run:
         if self._checkpoint is None:
             return
         saved, self._checkpoint = self._checkpoint, None
-        checkpoint.load_agent_state(agent, saved, self.checkpoint_path)
+        changed = self._changed_flags(saved["flags"])
+        try:
+            checkpoint.load_agent_state(agent, saved, self.checkpoint_path)
+        except BadInput as e:
+            raise BadInput(f"{e}; flags: {changed}" if changed else str(e)) from e
+        if changed:
+            log.info("flags that differ from the checkpoint's: %s", changed)
         try:
             self.step, self.updates = saved["step"], saved["updates"]
+            self._saved_step = self.step
             self.episodes, self.seconds = saved["episodes"], saved["seconds"]
             self.returns.extend(saved["returns"])
+            self._best = saved.get("best", -math.inf)
             seeds.set_rng_state(saved["rng"])
         except Exception as e:
             raise checkpoint.not_a_checkpoint(self.checkpoint_path, e) from e
         log.info("resuming %s at step %d", self.checkpoint_path, self.step)
+
+    def _changed_flags(self, before):
+        """Returns a text with the flags that are not those of the checkpoint."""
+        now = machine.plain(vars(self.flags))
+        return ", ".join(
+            f"--{name} {now[name]} (before: {before[name]})"
+            for name in sorted(now.keys() & before.keys() - UNCOMPARED)
+            if now[name] != before[name]
+        )
 
     @contextlib.contextmanager
     def disk_errors(self):
@@ -138,10 +160,44 @@ class Run:
         self._processor_seconds = machine.processor_seconds()
         self._sums = {}
         with self.disk_errors():
+            if self.step == 0:
+                self._keep_aside()
             self._write_meta()
-            self._open_log(self.step or math.inf)
+            self._open_log(self.step)
             self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
+        self._link()
+        log.info("to resume: %s", command_line(self.flags))
         self.display = Display(self)
+
+    def _keep_aside(self):
+        """Moves the logs of an attempt that left no checkpoint to a directory of their
+        own."""
+        names = [path.name for path in self.path.glob("events.out.*")]
+        if not names and (self.path / "logs.csv").stat().st_size == 0:
+            return
+        number = 1
+        while (aside := self.path / f"attempt-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for name in [*names, "logs.csv", "meta.json"]:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / name).rename(aside / name)
+        (self.path / "logs.csv").touch()
+        log.info(
+            "this run was begun before, and goes on from no checkpoint: it begins "
+            "anew, %s has the logs of that attempt",
+            aside,
+        )
+
+    def _link(self):
+        """Has the link `latest` lead to this run."""
+        link = self.path.parent / f".latest-{os.getpid()}"
+        try:
+            link.symlink_to(self.path.name)
+            os.replace(link, self.path.parent / "latest")
+        except OSError as e:  # No symlinks here, or `latest` is the user's own.
+            link.unlink(missing_ok=True)
+            log.warning("no link %s: %s", self.path.parent / "latest", e.strerror)
 
     def _open_log(self, step=math.inf, new_columns=()):
         """Cuts logs.csv back to the rows up to a step, adds columns, and opens it."""
@@ -151,6 +207,16 @@ class Run:
         columns = files.cut_log(path, step, new_columns)
         self._csv = open(path, "a", newline="", buffering=1)
         self._log = csv.DictWriter(self._csv, columns)
+
+    def _add_columns(self, new, row):
+        """Adds columns to the log. Returns the row without those that are too many."""
+        free = max(0, MAX_COLUMNS - len(self._log.fieldnames))
+        if len(new) > free and not self._full:
+            self._full = True
+            log.warning("%d columns are logged: %s is not", MAX_COLUMNS, new[free])
+        if free > 0:
+            self._open_log(new_columns=new[:free])
+        return {name: x for name, x in row.items() if name in self._log.fieldnames}
 
     def _write_meta(self):
         path = self.path / "meta.json"
@@ -190,7 +256,7 @@ class Run:
         self.step += num_steps
         self.updates += 1
         for name, x in statistics.items():
-            if name in COLUMNS or not re.fullmatch(r"[^\s,\"]+", name):
+            if name in COLUMNS or not re.fullmatch(NAME, name):
                 raise Stop(
                     f"learn() returned the statistic {name!r}, expected a name without "
                     "spaces, commas and quotes that the run does not log itself",
@@ -207,6 +273,9 @@ class Run:
         for name, xs in episodes.items():
             for x in xs:
                 self._add(name, x)
+        for metrics in self.take_metrics():
+            for name, x in metrics.items():
+                self._add(f"episode/{name}", x)
         self.returns.extend(episodes["episode_return"])
         self.episodes += len(episodes["episode_return"])
         self.loss = next(iter(statistics.values()), math.nan)
@@ -238,7 +307,7 @@ class Run:
         self._row_at, self._row_step = now, self.step
         with self.disk_errors():
             if new := [name for name in row if name not in self._log.fieldnames]:
-                self._open_log(new_columns=new)
+                row = self._add_columns(new, row)
             self._log.writerow(row)
             for name, x in row.items():
                 if name != "step" and x is not None:
@@ -259,9 +328,23 @@ class Run:
             returns=list(self.returns),
             rng=seeds.get_rng_state(),
         )
+        mean = sum(self.returns) / max(1, len(self.returns))
+        best = len(self.returns) == self.returns.maxlen and mean > self._best
+        saved["best"] = mean if best else self._best
         with self.disk_errors():
+            num = self.flags.keep_checkpoints - 1
+            if num > 0 and self._saved_step not in (None, self.step):
+                checkpoint.keep(self.checkpoint_path, self._saved_step, num)
+            if best:
+                checkpoint.write(self.path / "best.tar", saved)
             checkpoint.write(self.checkpoint_path, saved)
-        self._saved_at = time.monotonic()
+        self._best = saved["best"]
+        self._saved_at, self._saved_step = time.monotonic(), self.step
+
+    def note(self, text):
+        """Adds a text to out.log that is printed otherwise."""
+        with contextlib.suppress(OSError), open(self.path / "out.log", "a") as f:
+            f.write(text)
 
     def save_is_due(self):
         interval = self.flags.checkpoint_interval_seconds
@@ -287,13 +370,13 @@ class Run:
 def run_path(flags) -> pathlib.Path:
     """Returns <savedir>/<xpid>. If flags.xpid is not given, sets it: to the time for a
     new run, to the newest run's name for a test."""
-    try:
-        savedir = pathlib.Path(flags.savedir).expanduser()
-    except RuntimeError as e:  # ~nobody
-        raise BadInput(f"--savedir {flags.savedir}: {e}") from e
+    savedir = pathlib.Path(flags.savedir)
     if flags.xpid is None:
         if flags.mode != "train":
-            path = (savedir / "latest").resolve()
+            try:
+                path = (savedir / "latest").resolve()
+            except (OSError, RuntimeError) as e:  # A loop of links.
+                raise BadInput(f"--savedir {savedir}: {e}") from e
             flags.xpid = path.name
             return path
         now = datetime.datetime.now()
@@ -302,3 +385,8 @@ def run_path(flags) -> pathlib.Path:
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid or surrogates:
         raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")
     return savedir / flags.xpid
+
+
+def checkpoint_path(flags) -> pathlib.Path:
+    """Returns the path of the checkpoint that --mode test plays."""
+    return pathlib.Path(flags.checkpoint or run_path(flags) / "model.tar")

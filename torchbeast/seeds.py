@@ -1,14 +1,18 @@
-"""Random numbers: seeds, and the generators' states."""
+"""Random numbers: seeds, and the generators' states.
+
+Environment servers import this file, and have no torch.
+"""
 
 import random
 
 import numpy as np
-import torch
 
 
 def get_rng_state():
     """Returns the states of torch's, NumPy's and Python's random numbers, in types that
     torch.load(weights_only=True) reads."""
+    import torch
+
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -19,6 +23,8 @@ def get_rng_state():
 
 
 def set_rng_state(state):
+    import torch
+
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -30,6 +36,8 @@ def set_rng_state(state):
 def set_seed(seed):
     """Seeds torch, NumPy and Python. Returns the seed, which is drawn if it was
     None."""
+    import torch
+
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0]) & 0x7FFFFFFF
     random.seed(seed)
@@ -39,5 +47,5 @@ def set_seed(seed):
 
 
 def derive_seed(*numbers) -> int:
-    """Returns a seed that differs whenever one of the numbers does."""
+    """Returns a seed from 0 to 2^31 - 1: a hash of the numbers, each from 0."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) & 0x7FFFFFFF

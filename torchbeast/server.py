@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -23,23 +22,32 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from torchbeast import environment, tls
+from torchbeast import calls, tls
 from torchbeast import torchbeast_pb2 as pb
-from torchbeast.environment import BadInput
-from torchbeast.process import SIGNALS, keep_freed_memory, log, setup_logging
+from torchbeast.batch import MAX_MESSAGE_BYTES
+from torchbeast.process import (
+    BadInput,
+    Repeated,
+    end_group,
+    keep_freed_memory,
+    lead_group,
+    log,
+    setup_logging,
+)
 from torchbeast.protocol import (
-    MAX_MESSAGE_BYTES,
     MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
     SERVICE,
     encode_spec,
     encode_step,
 )
+from torchbeast.seeds import derive_seed
 
 MAX_STREAMS = 64  # Of a server.
 MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
 HANDSHAKE_TIMEOUT_S = 10
 LOG_EVERY_S = 60
+CLOSE_TIMEOUT_S = 3
 
 
 class EnvironmentServer:
@@ -48,8 +56,9 @@ class EnvironmentServer:
     def __init__(self, create_env, flags):
         self.create_env = create_env
         self.flags = flags
+        self.num_streams = 0  # Guarded by _lock.
         self._lock = threading.Lock()
-        self._num_streams = 0  # Guarded by _lock.
+        self._tracebacks = Repeated()
 
     def handler(self):
         """Returns what a grpc.Server is given."""
@@ -71,8 +80,8 @@ class EnvironmentServer:
         if peer.startswith("unix:"):  # All that gRPC knows of it.
             peer = "learner on this host"
         with self._lock:
-            full = self._num_streams >= MAX_STREAMS
-            self._num_streams += not full
+            full = self.num_streams >= MAX_STREAMS
+            self.num_streams += not full
         if full:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -89,10 +98,9 @@ class EnvironmentServer:
                     f"server version {PROTOCOL_VERSION}",
                 )
             log.info("%s: connected", peer)
-            with environment.watched():
-                env = self.create_env(self.flags, self.flags.envs_per_server)
-            seed = hello.seed if self.flags.seed is None else self.flags.seed
-            step = env.initial(seed % 2**30)  # Every environment takes these, and + E.
+            env = calls.create(self.create_env, self.flags, self.flags.envs_per_server)
+            seeds = [hello.seed, hello.stream, hello.connection, self.flags.seed or 0]
+            step = env.initial(derive_seed(*map(abs, seeds)))
             welcome = pb.Response(welcome=self._welcome(env, step))
             # Serialised messages one after the other are one message.
             yield welcome.SerializeToString() + encode_step(step)
@@ -101,24 +109,28 @@ class EnvironmentServer:
                 action = self._action(self._parse(request), shape, env.num_actions)
                 step = env.step(action)
                 stats.add(step)
-                yield encode_step(step)
+                yield encode_step(step, env.take_metrics())
         except GeneratorExit:  # The learner is gone.
             raise
-        except Exception as e:
+        except BaseException as e:  # KeyboardInterrupt of an environment, too.
             if not context.is_active():
                 return  # The learner is gone, which interrupts next(requests).
             if isinstance(e, Refused):
                 code, text = e.args
             else:
                 code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
-            log.error("%s: %s", peer, text)
+            log.error("%s: %s", peer, self._tracebacks.shorten(text))
             context.abort(code, text[-MAX_ERROR_CHARACTERS:])
         finally:
-            with self._lock:
-                self._num_streams -= 1
-            if env is not None:
-                env.close()
+            try:
+                if env is not None:
+                    env.close()
+            finally:
+                with self._lock:
+                    self.num_streams -= 1
             stats.log("disconnected after ")
+            if env is not None and stats.steps == 0:
+                log.info("%s: the learner's log says why it left at once", peer)
 
     def _welcome(self, env, step):
         action = np.zeros((env.num_envs, *env.action_shape), np.int64)
@@ -229,15 +241,38 @@ def why_not_free(address):
     return "is it in use?"
 
 
+def start_threads(n):
+    """Returns a pool whose n threads have started: where one cannot be started later,
+    gRPC says nothing and the stream waits for ever."""
+    pool = futures.ThreadPoolExecutor(n)
+    barrier = threading.Barrier(n)
+    try:
+        for _ in range(n):
+            pool.submit(barrier.wait)
+    except RuntimeError:
+        barrier.abort()
+        raise
+    return pool
+
+
+def refuse(parent, message):
+    """Ends this process, and tells the parent why."""
+    with contextlib.suppress(OSError):
+        parent.send(message)
+    sys.exit(2)
+
+
 def serve(create_env, flags, address, directory, parent):
     """Serves at the address until the parent closes the connection, or is gone; then
     removes the directory. Only the parent handles signals."""
-    for s in SIGNALS:
-        signal.signal(s, signal.SIG_IGN)
+    lead_group()
     setup_logging()
     keep_freed_memory()
-    environment.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
-    pool = futures.ThreadPoolExecutor(MAX_STREAMS + 8)  # And some for health checks.
+    calls.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
+    try:
+        pool = start_threads(MAX_STREAMS + 8)  # And some for health checks.
+    except RuntimeError as e:
+        refuse(parent, f"cannot serve at {address}: {e}")
     server = grpc.server(
         pool,
         options=[
@@ -256,15 +291,14 @@ def serve(create_env, flags, address, directory, parent):
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )
-    server.add_generic_rpc_handlers([EnvironmentServer(create_env, flags).handler()])
+    environments = EnvironmentServer(create_env, flags)
+    server.add_generic_rpc_handlers([environments.handler()])
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
         add_port(server, address, flags)
     except BadInput as e:
-        with contextlib.suppress(OSError):
-            parent.send(str(e))
-        sys.exit(2)
+        refuse(parent, str(e))
     server.start()
     for service in ("", SERVICE):
         checks.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -275,7 +309,10 @@ def serve(create_env, flags, address, directory, parent):
     server.stop(grace=1).wait()
     if directory is not None:  # The parent may not have come to it.
         shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)  # Streams that are in an environment's step do not hold this up.
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    while environments.num_streams > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)  # Environments are closed.
+    end_group()
 
 
 def main(parent):

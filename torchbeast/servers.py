@@ -12,10 +12,12 @@ import shutil
 import subprocess
 import sys
 import time
+from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
-from torchbeast.environment import BadInput
-from torchbeast.process import log, signals_blocked
+from torchbeast.process import BadInput, Stop, kill_group, log, signals_blocked
+
+MAX_FAILURES = 5
 
 
 def count_up(first, n):
@@ -43,13 +45,15 @@ class Server:
         self.flags = flags
         self.address = address
         self.directory = directory
-        self.restarts = 0
+        self.failures = 0
+        self.num_rollouts = 0
         self.start()
 
     def start(self):
         """Starts the process. Raises OSError if the machine has too many processes or
         open files."""
         self.started_at = time.monotonic()
+        self.swept = False
         self.served = False  # Its socket was there.
         if self.directory is not None:  # Some systems tidy up.
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -70,9 +74,11 @@ main(parent)"""
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                cwd=ORIGINAL_DIR,  # An environment may have changed it.
+                env={"GRPC_VERBOSITY": "NONE", **os.environ},  # Our messages do.
             )
         with contextlib.suppress(OSError):  # It ended: wait_until_ready() says so.
-            self.connection.send([os.fspath(p) or os.getcwd() for p in sys.path])
+            self.connection.send([os.fspath(p) or ORIGINAL_DIR for p in sys.path])
             self.connection.send(
                 (self.create_env, self.flags, self.address, self.directory)
             )
@@ -86,20 +92,38 @@ main(parent)"""
         if message is not None:
             raise BadInput(message)
 
-    def restart_if_ended(self):
+    def restart_if_ended(self, num_rollouts=None):
+        """Starts the process again if it has ended, after waits that grow as long as it
+        fails.
+
+        num_rollouts: that a learner got from it so far. Raises Stop if it has failed
+        MAX_FAILURES times and there were no more of them.
+        """
+        if num_rollouts is not None and num_rollouts > self.num_rollouts:
+            self.num_rollouts = num_rollouts
+            self.failures = 0
         if self.process.poll() is None:
             there = os.path.exists(self.address.removeprefix("unix:"))
             self.served = self.served or there
             if there or not self.served or self.directory is None:
                 return
-            self.process.kill()  # Nobody can connect to it any more.
+            kill_group(self.process)  # Nobody can connect to it any more.
             self.process.wait()
-        ran_s = time.monotonic() - self.started_at
-        wait_s = min(30, 2 ** min(self.restarts, 5)) if ran_s < 60 else 0
-        if ran_s < wait_s:
-            return
-        self.restarts += 1
+        if not self.swept:
+            kill_group(self.process)  # What it started, too.
+            self.swept = True
         code, outcome = self.process.returncode, "started again"
+        if num_rollouts is not None and self.failures == MAX_FAILURES:
+            raise Stop(
+                f"the server at {self.address} ended after {MAX_FAILURES} restarts "
+                f"without a rollout (exit code {code})"
+            )
+        ran_s = time.monotonic() - self.started_at
+        if ran_s > 60 and num_rollouts is None:
+            self.failures = 0
+        if ran_s < min(30, 2**self.failures):
+            return
+        self.failures = min(self.failures + 1, MAX_FAILURES)
         try:
             self.start()
         except OSError as e:
@@ -111,11 +135,10 @@ main(parent)"""
 
     def join(self, deadline):
         """Waits for its end until time.monotonic() is deadline, then kills it."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        kill_group(self.process)
+        self.process.wait()
 
 
 class Servers:
@@ -158,14 +181,20 @@ class Servers:
         for server in self._servers:
             server.wait_until_ready()
 
-    def restart_ended(self):
+    def restart_ended(self, num_rollouts=None):
+        """Starts servers again that have ended. To be called several times a second.
+
+        num_rollouts: {address: number of rollouts so far}, which a learner has. Raises
+        Stop if a server goes on failing without any.
+        """
         for server in self._servers:
-            server.restart_if_ended()
+            number = None if num_rollouts is None else num_rollouts[server.address]
+            server.restart_if_ended(number)
 
     def kill(self):
         """Kills the servers at once. A signal handler may call it."""
         for server in self._servers:
-            server.process.kill()
+            kill_group(server.process)
             if server.directory is not None:
                 shutil.rmtree(server.directory, ignore_errors=True)
 

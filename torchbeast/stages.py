@@ -10,8 +10,8 @@ REMEDIES = {
     "environment_wait": "environments: more of them together (--envs_per_server), more "
     "servers (--num_servers), or other machines' (--server_addresses)",
     "inference_queue": "inference: --num_inference_threads",
-    "inference": "inference: --actor_device",
-    "rollout_queue": "learning: --learner_device",
+    "inference": "inference: a GPU (--actor_device cuda), or a smaller network",
+    "rollout_queue": "learning: a GPU (--learner_device cuda), or a smaller network",
     "cores": "the cores of this machine: --server_addresses moves the environments to "
     "other machines, --learner_device and --actor_device the network to a GPU",
 }
@@ -42,7 +42,11 @@ def report(run):
     for who, names in STAGES.items():
         times = [f"{name} {100 * result[name]:.0f} %" for name in names]
         yield f"where the time of {who} went: {', '.join(times)}"
-    slowest = max(STAGES["streams"], key=lambda name: result[name])
+    # Learning is not what streams wait for if the learner waits for them.
+    names = [
+        x for x in STAGES["streams"] if x != "rollout_queue" or result["update"] > 0.6
+    ]
+    slowest = max(names, key=lambda name: result[name])
     busy, cores = run.busy_cores(), num_cores()
     if busy > 0.8 * cores:
         slowest = "cores"

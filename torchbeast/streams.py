@@ -3,21 +3,25 @@ servers' addresses, and logs which streams fail and come back.
 """
 
 import argparse
+import json
+import math
 import os
 import pathlib
 import re
 import time
 from collections import Counter
 
-from torchbeast import devices, tls
-from torchbeast.environment import BadInput
-from torchbeast.flags import number
+from torchbeast import devices, rollouts, tls
+from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
+from torchbeast.environment import NAME, leaves
+from torchbeast.flags import number, path
 from torchbeast.machine import num_cores
-from torchbeast.process import allow_open_files, log
+from torchbeast.process import BadInput, Stop, allow_open_files, log
 
 FILES_PER_STREAM = 8
+MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
 MAX_CHANGES = 10  # Changes of the file that are logged one by one.
-MAX_ERROR_CHARACTERS = 200
+MAX_ERROR_CHARACTERS = 1000
 QUIET_S = 10  # At most one line per failing stream in this time.
 # A stream that stays away is logged again after this time, then twice this time, ...
 REMIND_S = 60
@@ -28,13 +32,13 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("environment servers")
-    g.add_argument("--server_addresses", metavar="HOST:PORT,...",
+    g.add_argument("--server_addresses", metavar="HOST:PORT,...", type=with_path,
                    help="running servers (python -m polybeast_env), or unix:PATH; one "
                    "stream each; @FILE: one a line, read again when it changes "
                    "(default: starts servers of its own)")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
                    help="servers of its own (default: one per core)")
-    g.add_argument("--envs_per_server", type=number(int, 1), metavar="E",
+    g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), metavar="E",
                    help="environments of each (default: 32 in all)")
     g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
                    default=60, metavar="S",
@@ -52,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def with_path(text):
+    """An argparse type: @FILE with an absolute path."""
+    return f"@{path(text[1:])}" if text[:1] == "@" else text
+
+
 def set_defaults(flags):
     """Fills in PolyBeast's flags whose defaults depend on the machine."""
     if flags.num_servers is None:
@@ -63,6 +72,25 @@ def set_defaults(flags):
         flags.actor_device = flags.learner_device
     if flags.num_inference_threads is None:
         flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
+
+
+def check_sizes(flags, step, specs):
+    """Raises BadInput if servers of its own make steps that are too large for a
+    message, or if rollouts need more memory than there is.
+
+    step: arrays [E, ...]; specs: of one rollout, see rollouts.specs().
+    """
+    num_envs = 1
+    if flags.server_addresses is None:
+        size = sum(x.nbytes // len(x) for _, x in leaves(step)) * flags.envs_per_server
+        if size > MAX_STEP_BYTES:
+            raise BadInput(
+                f"a step of {flags.envs_per_server} environments has {size:,} bytes, "
+                f"expected at most {MAX_STEP_BYTES:,}: use a smaller --envs_per_server"
+            )
+        num_envs = flags.num_servers * flags.envs_per_server
+    # Those that are filled, those in the queue, and those that are learned from.
+    rollouts.check_memory(specs, num_envs + 3 * flags.batch_size)
 
 
 def addresses(flags):
@@ -134,11 +162,19 @@ class Streams:
         self._logs = {}  # By the streams' numbers.
 
     def check(self):
-        """Follows the file, and logs which streams are lost or back."""
+        """Follows the file, and logs which streams are lost or back. Raises Stop if all
+        have always failed."""
         if self._path is not None:
             self._follow_file()
         now = time.monotonic()
         status = self._actors.status()
+        if status and min(s["failures"] for s in status) >= MAX_FAILURES:
+            if self._actors.rollouts()["delivered"] == 0:
+                raise Stop(
+                    f"no rollout was delivered, each stream failed {MAX_FAILURES} "
+                    f"times: {last_line(status[0]['last_error'])}",
+                    save=False,
+                )
         logs = self._logs
         self._logs = {s["stream"]: logs.get(s["stream"], StreamLog()) for s in status}
         for s in status:
@@ -185,6 +221,25 @@ class Streams:
             log.info("%s: %s has %d streams, %d before", self._path, a, new[a], old[a])
         if len(changed) > MAX_CHANGES:
             log.info("%s: and so on: %d addresses", self._path, len(changed))
+
+
+def decode_metrics(texts):
+    """Returns the metrics of episodes, {name: number} each, that servers sent as JSON.
+    Leaves out what is something else: the other side may be anybody."""
+    result = []
+    for text in texts:
+        try:
+            metrics = json.loads(text)
+            result.append(
+                {
+                    name: float(x)
+                    for name, x in metrics.items()
+                    if re.fullmatch(NAME, name) and math.isfinite(x)
+                }
+            )
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+            pass
+    return result
 
 
 class StreamLog:

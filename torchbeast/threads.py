@@ -21,6 +21,9 @@ class Threads:
         num_torch_threads threads of its own."""
 
         def target():
+            # At its first call in a thread PyTorch takes the number that another thread
+            # set last: so a first call, then the number.
+            torch.get_num_threads()
             torch.set_num_threads(num_torch_threads)
             try:
                 body()

@@ -13,7 +13,7 @@ import ipaddress
 import pathlib
 import ssl
 
-from torchbeast.environment import BadInput
+from torchbeast.process import BadInput
 
 FILES = ("tls_cert", "tls_key", "tls_ca")
 INSECURE = (

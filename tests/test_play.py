@@ -1,0 +1,65 @@
+"""--mode test: what is printed and written, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.programs import ROOT, SERIAL, args, command, main, refusal
+
+HOSTILE = "tests.hostile_envs:"
+
+
+def trained_on(env, savedir):
+    flags = (*args("monobeast", savedir, env=env, steps=40), *SERIAL)
+    assert main(*flags).returncode == 0
+    return ("--savedir", savedir, "--mode", "test")
+
+
+def test_ctrl_c_in_a_test_reports_the_episodes_so_far(savedir):
+    flags = trained_on(HOSTILE + "Interrupts-v0", savedir)
+    result = main(*flags, "--num_test_episodes", 100)
+    assert result.returncode == 128 + signal.SIGINT
+    assert "14 episodes: mean return 10.00" in result.stdout  # At their 150th step.
+    [found] = json.loads((savedir / "x" / "test.json").read_text())
+    assert found["returns"] == [10.0] * 14
+
+
+def test_a_test_whose_output_nobody_reads_ends_without_a_word(trained):
+    reading, writing = os.pipe()
+    os.close(reading)
+    flags = ("--savedir", trained, "--mode", "test")
+    process = subprocess.Popen(
+        command(*flags), cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert process.communicate(timeout=100)[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_results_of_earlier_tests_stay(trained):
+    flags = ("--savedir", trained, "--mode", "test", "--num_test_episodes")
+    # As it was when a file had one result.
+    (trained / "x" / "test.json").write_text('{"mean_return": 7.0}')
+    for n in (1, 2):
+        assert main(*flags, n).returncode == 0
+    first, *others = json.loads((trained / "x" / "test.json").read_text())
+    assert first == {"mean_return": 7.0}
+    assert [len(x["returns"]) for x in others] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [("NoFrames", r"render() returned NoneType"), ("Exits", "cannot be shown: ")],
+)
+def test_a_video_of_what_cannot_be_shown_is_refused_in_one_line(env, words, savedir):
+    flags = trained_on(f"{HOSTILE}{env}-v0", savedir)
+    assert words in refusal(*flags, "--video", savedir / "x.mp4")
+
+
+def test_a_loop_of_links_is_no_directory_of_runs(tmp_path):
+    (tmp_path / "latest").symlink_to("latest")
+    line = refusal("--savedir", tmp_path, "--mode", "test", "--env", "CartPole-v1")
+    assert str(tmp_path) in line

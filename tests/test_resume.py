@@ -1,0 +1,213 @@
+"""MonoBeast, the program: runs that are resumed, their checkpoints and their tests."""
+
+import json
+import shlex
+import threading
+
+import pytest
+import torch
+
+import polybeast
+from tests.programs import SERIAL, load, main, read_logs, refusal
+from tests.test_program import LOG, STATISTICS, serial_run, small_run
+from torchbeast import run as run_module
+from torchbeast.run import COLUMNS
+
+
+def test_same_command_resumes_where_it_was(trained):
+    def steps_of_the_optimizer():
+        return load(trained)["agent"]["optimizer"]["state"][0]["step"]
+
+    before = steps_of_the_optimizer()
+    result = main(*serial_run(trained, *LOG, steps=600))
+    assert result.returncode == 0, result.stderr
+    assert "resuming" in result.stderr and "at step 400" in result.stderr
+    rows = read_logs(trained / "x")
+    assert [int(r["step"]) for r in rows] == [440, 480, 520, 560, 600]
+    assert [int(r["updates"]) for r in rows] == [11, 12, 13, 14, 15]
+    seconds = [float(r["seconds"]) for r in rows]
+    assert seconds == sorted(seconds)
+    assert steps_of_the_optimizer() == 1.5 * before
+    meta = json.loads((trained / "x" / "meta.json").read_text())
+    assert meta["first_step"] == 400 and len(meta["earlier_sessions"]) == 1
+
+
+def test_a_checkpoint_of_before_there_were_agents_resumes(trained):
+    """The agent's entries were the checkpoint's own, --agent was no flag."""
+    path = trained / "x" / "model.tar"
+    checkpoint = load(trained)
+    agent = checkpoint.pop("agent")
+    assert (agent["step"], agent["updates"]) == (400, 10)
+    for name in ("agent", "command"):
+        checkpoint["flags"].pop(name, None)
+    old = {**checkpoint, "model": agent["model"], "optimizer": agent["optimizer"]}
+    # RMSprop's schedule was in an object of its own.
+    old["scheduler"] = {"last_epoch": 10, "_step_count": 11, "base_lrs": [2.5e-4]}
+    torch.save(old, path)
+    test = main(*serial_run(trained, "--mode", "test", "--num_test_episodes", 1))
+    assert test.returncode == 0 and "step 400" in test.stdout, test.stderr
+    result = main(*serial_run(trained, *LOG, steps=480))
+    assert result.returncode == 0, result.stderr
+    assert [int(row["updates"]) for row in read_logs(trained / "x")] == [11, 12]
+    new = load(trained)["agent"]
+    assert new["step"] == 480 and new["optimizer"]["state"][0]["step"] == 12
+
+
+def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
+    path = trained / "x" / "logs.csv"
+    path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")
+    result = main(*serial_run(trained, *LOG, steps=480))
+    assert result.returncode == 0, result.stderr
+    first, *others = read_logs(trained / "x")
+    assert {name: x for name, x in first.items() if x} == {
+        "step": "400", "total_loss": "1.5", "of_another_version": "7",
+    }  # fmt: skip
+    assert list(first)[:3] == ["step", "total_loss", "of_another_version"]
+    assert set(first) == {"of_another_version", *COLUMNS, *STATISTICS}
+    assert [int(row["step"]) for row in others] == [440, 480]
+    for row in others:
+        assert float(row["total_loss"]) and row["grad_norm"]
+        assert row["of_another_version"] == ""
+
+
+def test_resumed_run_takes_the_learning_rate_of_its_own_command(trained):
+    flags = ("--learning_rate", 1e-3, *LOG)
+    assert main(*serial_run(trained, *flags, steps=1000)).returncode == 0
+    rates = [float(row["learning_rate"]) for row in read_logs(trained / "x")]
+    expected = [  # Falling from 1e-3 over 1,000 steps of 40 an update, the 11th first.
+        1e-3 * (1 - update * 40 / 1000) * (1 - 0.99 ** (update + 1)) ** 0.5
+        for update in range(10, 25)
+    ]
+    assert rates == pytest.approx(expected)
+
+
+def test_finished_run_is_not_trained_further(trained):
+    result = main(*serial_run(trained, steps=400))
+    assert result.returncode == 0 and load(trained)["step"] == 400
+
+
+def test_disable_checkpoint_neither_reads_nor_writes_one(trained):
+    path = trained / "x" / "model.tar"
+    path.write_text("none")
+    result = main(*serial_run(trained, "--disable_checkpoint", *LOG, steps=80))
+    assert result.returncode == 0, result.stderr
+    assert [int(row["step"]) for row in read_logs(trained / "x")] == [40, 80]
+    assert path.read_text() == "none"
+
+
+def test_a_checkpoint_is_written_at_intervals_and_always_a_whole_one(savedir):
+    steps, done = set(), threading.Event()
+
+    def read():
+        while not done.is_set():
+            if (savedir / "x" / "model.tar").exists():
+                steps.add(load(savedir)["step"])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        flags = ("--checkpoint_interval_seconds", 1e-9)
+        assert main(*serial_run(savedir, *flags, steps=2000)).returncode == 0
+    finally:
+        done.set()
+        thread.join()
+    assert len(steps) >= 2 and all(step % 40 == 0 for step in steps)
+
+
+@pytest.mark.parametrize("num_actors", [0, 1])
+@pytest.mark.parametrize("flags", [(), ("--disable_checkpoint",)])
+def test_logs_of_an_attempt_without_checkpoint_are_kept_aside(
+    savedir, flags, num_actors
+):
+    flags = (*flags, *LOG, "--num_actors", num_actors)
+    for _ in range(2):
+        result = main(*small_run(savedir, *flags, steps=200))
+        assert result.returncode == 0, result.stderr
+        (savedir / "x" / "model.tar").unlink(missing_ok=True)
+    assert "this run was begun before, and goes on from no checkpoint" in result.stderr
+    for path in (savedir / "x", savedir / "x" / "attempt-1"):
+        assert [int(row["step"]) for row in read_logs(path)] == [40, 80, 120, 160, 200]
+        assert len(list(path.glob("events.out.*"))) == 1
+        assert json.loads((path / "meta.json").read_text())["first_step"] == 0
+
+
+def test_the_newest_checkpoints_and_the_best_one_are_kept(savedir, monkeypatch):
+    returns = iter([5.0] * 100 + [1.0] * 10**6)  # Better, then worse for ever.
+    update = run_module.Run.update
+
+    def update_with_returns(self, num_steps, statistics, episodes, policy_lag):
+        episodes = {**episodes, "episode_return": [next(returns) for _ in range(50)]}
+        update(self, num_steps, statistics, episodes, policy_lag)
+
+    monkeypatch.setattr(run_module.Run, "update", update_with_returns)
+    flags = ("--checkpoint_interval_seconds", 1e-9, "--keep_checkpoints", 3)
+    result = main(*serial_run(savedir, *flags, steps=400))
+    assert result.returncode == 0, result.stderr
+    path = savedir / "x"
+    assert load(savedir)["step"] == 400
+    kept = sorted(p.name for p in path.glob("model-*.tar"))
+    steps = [int(name[6:-4]) for name in kept]
+    assert len(steps) == 2 and steps == sorted(steps) and steps[-1] < 400
+    for step, name in zip(steps, kept):
+        assert torch.load(path / name, weights_only=True)["step"] == step
+    assert torch.load(path / "best.tar", weights_only=True)["step"] == 80
+    test = ("--savedir", savedir, "--mode", "test", "--num_test_episodes", 1)
+    result = main(*test, "--checkpoint", path / "best.tar")
+    assert result.returncode == 0 and "best.tar: step 80" in result.stdout
+    result = main(*test)
+    assert result.returncode == 0 and "model.tar: step 400" in result.stdout
+    found = json.loads((path / "test.json").read_text())
+    assert [(x["checkpoint"], x["step"]) for x in found] == [
+        ("best.tar", 80),
+        ("model.tar", 400),
+    ]
+
+
+def test_a_test_takes_environment_and_agent_from_the_checkpoint(savedir):
+    env = "tests.envs:torchbeast/CatchPixels-v0"
+    flags = ("--net", "deep", "--use_lstm")
+    assert main(*serial_run(savedir, *flags, env=env, steps=40)).returncode == 0
+    result = main("--savedir", savedir, "--mode", "test", "--num_test_episodes", 1)
+    assert result.returncode == 0, result.stderr
+    assert "episode 1: return" in result.stdout
+
+
+def test_a_resumed_run_names_the_flags_that_differ_and_takes_them(trained):
+    flags = ("--momentum", 0.9, "--epsilon", 1e-3)
+    result = main(*serial_run(trained, *flags, steps=480))
+    assert result.returncode == 0, result.stderr
+    [line] = [x for x in result.stderr.splitlines() if "differ from" in x]
+    assert "--epsilon 0.001 (before: 1e-05), --momentum 0.9 (before: 0.0)" in line
+    [group] = load(trained)["agent"]["optimizer"]["param_groups"]
+    assert (group["momentum"], group["eps"]) == (0.9, 1e-3)
+    assert main(*serial_run(trained, *flags, steps=560)).returncode == 0
+
+
+def test_a_run_that_cannot_start_does_not_become_the_latest(trained):
+    path = trained / "y" / "model.tar"
+    path.parent.mkdir()
+    path.write_text("no checkpoint")
+    assert "not a checkpoint" in refusal(*serial_run(trained), "--xpid", "y")
+    assert (trained / "latest").resolve() == trained / "x"
+
+
+def test_names_that_begin_with_a_dash_are_in_the_printed_commands(savedir):
+    result = main(*small_run(savedir, *SERIAL, "--xpid=-foo", steps=40))
+    assert result.returncode == 0, result.stderr
+    words = shlex.split(result.stderr.splitlines()[-1].partition("test it: ")[2])
+    result = main(*words[3:], "--num_test_episodes", 1)
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_optimizer_of_several_groups_resumes(savedir, monkeypatch):
+    def start_learning(self, device):
+        first, *others = self.net.parameters()
+        groups = [{"params": [first], "alpha": 0.9}, {"params": others}]
+        self.optimizer = torch.optim.RMSprop(groups, lr=1e-3)
+
+    monkeypatch.setattr(polybeast.Agent, "start_learning", start_learning)
+    for steps in (80, 160):
+        result = main(*serial_run(savedir, steps=steps))
+        assert result.returncode == 0, result.stderr
+    groups = load(savedir)["agent"]["optimizer"]["param_groups"]
+    assert [group["alpha"] for group in groups] == [0.9, 0.99]

@@ -1,0 +1,91 @@
+"""Calls of environments, which other people wrote: they hang, exit and raise.
+
+No torch in here: environment servers import this file.
+"""
+
+import contextlib
+import signal
+import threading
+import time
+
+from torchbeast.process import BadInput, end_group, first_line
+
+_calls = {}  # {thread: its calls that have not returned, the innermost last}.
+
+
+class EnvironmentRaised(RuntimeError):
+    """Takes the place of what is no Exception: sys.exit() in an environment."""
+
+    of_environment = True
+
+
+def _is_ctrl_c(error):
+    """Tells whether an exception may be Ctrl-C. Where this process handles SIGINT in
+    its own way, it is the environment's."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_default = handler == signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and is_default
+
+
+class Call:
+    """A context for calls of an environment, which watch() watches. Whatever is raised
+    in it gets a note that names the call, which is the last line of its traceback, and
+    of_environment = True, which tells it from a mistake of ours or of the agent's.
+
+    what: such as "reset() of CartPole-v1".
+    """
+
+    def __init__(self, what):
+        self.what = what
+
+    def __enter__(self):
+        _calls.setdefault(threading.get_ident(), []).append(object())
+
+    def __exit__(self, kind, error, _):
+        calls = _calls[threading.get_ident()]
+        calls.pop()
+        if calls:
+            calls[-1] = object()  # The call around this one has come further.
+        if error is None or isinstance(error, BadInput) or _is_ctrl_c(error):
+            return
+        with contextlib.suppress(AttributeError):  # Of exceptions with slots.
+            error.of_environment = True
+        note = f"{self.what} raised {first_line(error)}"
+        if not isinstance(error, Exception):
+            raise EnvironmentRaised(note) from error
+        if not calls and hasattr(error, "add_note"):  # From Python 3.11 on.
+            error.add_note(note)
+
+
+def watch(name: str, timeout_s: float, tell):
+    """Ends this process when a call of an environment has not returned for timeout_s,
+    because nothing can end the call alone, and all that it started. Calls tell(one
+    line) first. Only for a process that has called lead_group().
+
+    A call that holds the GIL all the time is not noticed. The thread that watches ends
+    with the process.
+    """
+
+    def check():
+        seen = {}  # {call: how often}: time in which the process was stopped is none.
+        while max(seen.values(), default=0) <= 10:
+            time.sleep(timeout_s / 10)
+            innermost = [call for calls in list(_calls.values()) for call in calls[-1:]]
+            seen = {call: seen.get(call, 0) + 1 for call in innermost}
+        tell(f"{name} did not answer for {timeout_s:g} s (--env_timeout_seconds)")
+        end_group()
+
+    threading.Thread(target=check, daemon=True, name="watch").start()
+
+
+def create(create_env, flags, num_envs, *args):
+    """Calls create_env(). Raises BadInput if it makes another number of
+    environments."""
+    with Call(f"create_env() of --env {flags.env}"):
+        env = create_env(flags, num_envs, *args)
+    if env.num_envs != num_envs:
+        raise BadInput(
+            f"create_env() made {env.num_envs} environments, expected num_envs = "
+            f"{num_envs}"
+        )
+    return env

@@ -1,0 +1,93 @@
+"""Objects of the old Gym API as Gymnasium environments: reset() -> observation,
+step() -> (observation, reward, done, info), spaces of a package that is not needed.
+
+No torch in here: environment servers import this file.
+"""
+
+import inspect
+
+import gymnasium
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+
+from torchbeast.process import BadInput
+
+
+def as_gymnasium(env) -> gymnasium.Env:
+    """Returns env if it is Gymnasium's, else an OldGym of it."""
+    return env if isinstance(env, gymnasium.Env) else OldGym(env)
+
+
+class OldGym(gymnasium.Env):
+    """Turns an object of the old Gym API into a Gymnasium environment."""
+
+    def __init__(self, env):
+        if isinstance(env, VectorEnv):
+            raise BadInput("a vector environment stands alone, not in a list")
+        for name in ("reset", "step", "observation_space", "action_space"):
+            if not hasattr(env, name):
+                raise BadInput(
+                    f"{type(env).__name__} is neither a Gymnasium nor an old Gym "
+                    f"environment: it has no {name}"
+                )
+        self.env = env
+        self.observation_space = as_space(env.observation_space)
+        self.action_space = as_space(env.action_space)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        try:
+            parameters = inspect.signature(self.env.reset).parameters.values()
+        except (TypeError, ValueError):  # Of a function in C.
+            parameters = ()
+        takes_seed = any(
+            p.name == "seed" or p.kind == p.VAR_KEYWORD for p in parameters
+        )
+        if seed is None:
+            result = self.env.reset()
+        elif hasattr(self.env, "seed"):
+            self.env.seed(seed)
+            result = self.env.reset()
+        else:  # Gym 0.26.
+            result = self.env.reset(**({"seed": seed} if takes_seed else {}))
+        if isinstance(result, tuple) and len(result) == 2:
+            if isinstance(result[1], dict):  # Gym 0.26, and look-alikes.
+                return result
+        return result, {}
+
+    def step(self, action):
+        result = self.env.step(action)
+        if not isinstance(result, tuple) or len(result) != 4:
+            return result  # Gym 0.26's, or wrong.
+        observation, reward, done, info = result
+        truncated = isinstance(info, dict) and info.get("TimeLimit.truncated", False)
+        truncated = bool(done) and bool(truncated)
+        return observation, reward, bool(done) and not truncated, truncated, info
+
+    def render(self):
+        return self.env.render(mode="rgb_array")
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self.env.close()
+
+
+def as_space(space) -> spaces.Space:
+    """Converts a space of the old Gym API, by its class's name: gym need not be
+    installed."""
+    if isinstance(space, spaces.Space):
+        return space
+    name = type(space).__name__
+    if name == "Box":
+        return spaces.Box(space.low, space.high, space.shape, space.dtype)
+    if name == "Discrete":
+        return spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0)))
+    if name == "MultiDiscrete":
+        return spaces.MultiDiscrete(space.nvec)
+    if name == "MultiBinary":
+        return spaces.MultiBinary(space.n)
+    if name == "Dict":
+        return spaces.Dict({k: as_space(v) for k, v in space.spaces.items()})
+    if name == "Tuple":
+        return spaces.Tuple([as_space(v) for v in space.spaces])
+    raise BadInput(f"space {space} of the old Gym API is not supported")

@@ -1,0 +1,55 @@
+"""What a training program does with its command line."""
+
+import argparse
+import sys
+
+from torchbeast import checkpoint, play, run
+from torchbeast.flags import Parser, run_command, run_parser
+from torchbeast.process import BadInput
+
+
+def run_program(prog, parser, train, create_env, argv=None):
+    """Parses the command line, and trains or tests, as --mode says. Returns the exit
+    code.
+
+    parser:     a function of the agent's name that returns the program's parser
+    train:      a function of the flags that returns the exit code
+    create_env: polybeast_env.create_env
+    """
+    if "--multiprocessing-fork" in sys.orig_argv:
+        raise RuntimeError(
+            "main() was called while a process of its own started: the script needs "
+            "`if __name__ == '__main__':` before it"
+        )
+    argv = sys.argv[1:] if argv is None else argv
+
+    def body():
+        p = Parser(prog=prog, add_help=False, parents=[run_parser()])
+        p.set_defaults(agent=None)
+        given, _ = p.parse_known_args(argv)
+        saved = {} if given.mode == "train" else flags_of_checkpoint(given)
+        agent = given.agent or saved.get("agent", "polybeast")
+        try:
+            p = parser(agent)
+        except argparse.ArgumentError as e:  # A flag that the program has, too.
+            raise BadInput(f"--agent {agent}: parser(): {e}") from e
+        p.set_defaults(**{**saved, "agent": agent})
+        flags = p.parse_args(argv)
+        flags.command = [prog, *argv]
+        if flags.video and flags.mode != "test":
+            raise BadInput(f"--video goes with --mode test, not {flags.mode}")
+        if flags.checkpoint and flags.mode == "train":
+            raise BadInput("--checkpoint goes with --mode test, not train")
+        if flags.mode == "train":
+            return train(flags)
+        return play.test(flags, create_env)
+
+    return run_command(prog, body)
+
+
+def flags_of_checkpoint(flags):
+    """Returns the flags {name: value} of environment and agent with which the
+    checkpoint that is to play was trained."""
+    saved = checkpoint.load(run.checkpoint_path(flags))["flags"]
+    own = vars(run_parser().parse_args([])).keys() - {"agent"}
+    return {name: x for name, x in saved.items() if name not in own}
