@@ -123,7 +123,7 @@ class Soak:
 
     def host_fails_and_comes_back(self):
         i = self.rng.randrange(len(self.servers))
-        os.killpg(self.servers[i].process.pid, signal.SIGKILL)
+        self.servers[i].signal_all(signal.SIGKILL)
         self.servers[i].process.wait()
         time.sleep(self.rng.uniform(0, 10))
         self.start_servers(i)
@@ -156,10 +156,9 @@ class Soak:
         self.start_learner()
 
     def everything_is_suspended(self):
-        groups = [p.process.pid for p in (*self.servers, self.learner)]
         for signum, seconds in ((signal.SIGSTOP, 60), (signal.SIGCONT, 0)):
-            for group in groups:
-                os.killpg(group, signum)
+            for program in (*self.servers, self.learner):
+                program.signal_all(signum)
             time.sleep(seconds)
 
     FAULTS = (

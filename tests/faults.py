@@ -279,7 +279,8 @@ def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_r
 
     with start("polybeast", savedir) as program:
         wait_for_steps(savedir, 40)
-        os.killpg(program.process.pid, signal.SIGKILL)
+        for signum in (signal.SIGSTOP, signal.SIGKILL):  # None sees another's end.
+            program.signal_all(signum)
         program.end()
     [killed] = directories()
     another = empty_temporary_directory / "torchbeast-of-somebody"
@@ -411,9 +412,9 @@ def test_a_stream_outlives_a_long_step_and_not_a_host_that_vanishes_in_one(tmp_p
         with pytest.raises(AssertionError, match="no 'no stream' within"):
             # Pings go to and fro meanwhile.
             learner.wait_for("no stream", timeout_s=60)
-        os.killpg(server.process.pid, signal.SIGSTOP)
+        server.signal_all(signal.SIGSTOP)
         learner.wait_for("no stream", timeout_s=60)
-        os.killpg(server.process.pid, signal.SIGCONT)
+        server.signal_all(signal.SIGCONT)
         assert end(learner, tmp_path) == 1
 
 

@@ -159,6 +159,12 @@ class Program:
     def signal(self, signum):
         self.process.send_signal(signum)
 
+    def signal_all(self, signum):
+        """Signals the program's process group and those of its actors or servers."""
+        for pid in [self.process.pid, *self.workers()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signum)
+
     def end(self, timeout_s=TIMEOUT_S):
         """Waits for the end. Returns the exit code; all output is in .output. Asserts
         that nothing is left behind."""
@@ -181,10 +187,7 @@ class Program:
         return self
 
     def __exit__(self, *_):
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self.signal_all(signal.SIGKILL)
         self.process.wait()
 
 
@@ -325,13 +328,13 @@ class Host:
         if self.name:
             self._ip("link", "set", self.name, "down")
         else:
-            os.killpg(program.process.pid, signal.SIGSTOP)
+            program.signal_all(signal.SIGSTOP)
 
     def restore(self, program):
         if self.name:
             self._ip("link", "set", self.name, "up")
         else:
-            os.killpg(program.process.pid, signal.SIGCONT)
+            program.signal_all(signal.SIGCONT)
 
     def create(self, our_ip):
         self._ip("netns", "add", self.name)

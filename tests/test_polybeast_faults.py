@@ -1,7 +1,6 @@
 """PolyBeast with servers of others, when something goes wrong: the real programs."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -96,7 +95,7 @@ def test_a_killed_server_and_its_return_are_logged_and_training_never_stops(tmp_
     with serve(one), learn(tmp_path, f"{one},{two},{two}") as learner:
         with serve(two) as server:
             wait_for_steps(tmp_path, 1000)
-            os.killpg(server.process.pid, signal.SIGKILL)
+            server.signal_all(signal.SIGKILL)
             for _ in range(2):
                 learner.wait_for(f"{two}: no stream")
             wait_for_steps(tmp_path, 1000)
