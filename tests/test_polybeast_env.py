@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import grpc
 import numpy as np
@@ -22,7 +23,7 @@ from torchbeast import torchbeast_pb2 as pb
 from torchbeast.environment import Environment, leaves, make
 from torchbeast.process import SIGNALS, BadInput
 from torchbeast.seeds import derive_seed
-from torchbeast.server import MAX_STREAMS, EnvironmentServer
+from torchbeast.server import MAX_STREAMS, EnvironmentServer, start_threads
 from torchbeast.servers import count_up
 
 COUNTER = "tests.envs:torchbeast/Counter-v0"
@@ -393,3 +394,27 @@ def test_environment_servers_need_no_torch():
     code = "import sys, polybeast_env; print('torch' in sys.modules)"
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert out == "False\n"
+
+
+def test_an_address_that_is_taken_is_one_line_and_none_of_grpcs():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ("--env", "CartPole-v1", "--address", address, "--num_servers", 1)
+        result = run(*flags, module="polybeast_env")
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"polybeast_env: error: cannot serve at {address}: Address already in use\n"
+    )
+
+
+def test_a_server_starts_all_its_threads_before_it_serves(monkeypatch):
+    pool = start_threads(3)
+    assert len(pool._threads) == 3
+    pool.shutdown()
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start_threads(3)
