@@ -77,8 +77,8 @@ def program_parser(agent="polybeast"):
                    help="rollouts in shared memory "
                    "(default: what the actors fill, and two batches)")
     g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
-                   metavar="N", help="restarts of actors after which the run ends "
-                   "(default: %(default)s)")
+                   metavar="N", help="restarts of an actor without a rollout between "
+                   "them, after which the run ends (default: %(default)s)")
     # fmt: on
     return p
 

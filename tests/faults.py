@@ -24,11 +24,11 @@ from tests.programs import (
     args,
     both,
     load,
+    marked,
     private_mounts,
     read_logs,
     rollouts,
     run,
-    session,
     step,
     wait_for_steps,
 )
@@ -140,7 +140,7 @@ def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
     with start(module, savedir) as program:
         wait_for_steps(savedir, 400)
         before = program.workers()
-        processes = [program.process.pid, *session(program.process.pid)]
+        processes = marked(program.mark)
         for signum in (signal.SIGSTOP, signal.SIGCONT):
             for pid in processes:
                 os.kill(pid, signum)

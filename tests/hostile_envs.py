@@ -146,6 +146,17 @@ class Forks(Base):  # A fork keeps open what its parent has open.
         context.Process(target=time.sleep, args=(1000,), daemon=True).start()
 
 
+class SlowStart(StartsAProcess):
+    """Takes its time when it has started its simulator. Not run to an end."""
+
+    def __init__(self):
+        super().__init__()
+        time.sleep(1000)
+
+
+gymnasium.register("SlowStart-v0", SlowStart)
+
+
 @hostile
 class ChangesDirectory(Base):
     def __init__(self):

@@ -8,6 +8,7 @@ import os
 import pathlib
 import queue
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from torchbeast import process
 from torchbeast.process import SIGNALS, log
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -113,6 +115,7 @@ class Program:
 
     def __init__(self, *args, module="monobeast", host=None, cwd=ROOT):
         self.shm_before = shared_memory()
+        self.mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [*(host.prefix if host else ()), *command(*args, module=module)],
             cwd=cwd,
@@ -121,6 +124,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "MARK": self.mark},
         )
         self.output = ""
         self._lines = queue.Queue()
@@ -172,7 +176,7 @@ class Program:
         while (line := self._lines.get(timeout=10)) is not None:
             self.output += line
         deadline = time.monotonic() + 10  # Orphans need a moment to notice.
-        while (left := session(self.process.pid)) and time.monotonic() < deadline:
+        while (left := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"processes left behind: {[cmdline(p) for p in left]}"
         # Of other programs' memory a name is there for a moment.
@@ -206,18 +210,20 @@ def _stat(pid):
     return None if fields[0] == "Z" else fields
 
 
-def _processes(field, value):
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [p for p in pids if (s := _stat(p)) and int(s[field]) == value]
-
-
 def children(pid):
-    return _processes(1, pid)
+    return sorted(p for p in process.children(pid) if _stat(p))
 
 
-def session(pid):
-    """All processes of the session that pid leads, pid excepted."""
-    return [p for p in _processes(3, pid) if p != pid]
+def marked(mark):
+    """All processes that were started with this text in their environment, but for
+    multiprocessing's helpers, which live as long as the tests."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # It has ended.
+            pid = int(path.parent.name)
+            if mark.encode() in path.read_bytes() and _stat(pid):
+                found.append(pid)
+    return [pid for pid in found if "resource_tracker" not in cmdline(pid)]
 
 
 def cmdline(pid):

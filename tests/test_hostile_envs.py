@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests import hostile_envs
-from tests.programs import ROOT, args, both, main, run
+from tests.programs import ROOT, args, both, cmdline, main, marked, run
 
 PROGRAMS = {
     "monobeast": ("--max_actor_restarts", 3),
@@ -17,21 +17,6 @@ PROGRAMS = {
 }
 # What they do to a process, and exceptions, is not for that of the tests.
 ALONE = {"ChangesDirectory", "ConfiguresLogging", "ExitsInConstructor", "RaisesInReset"}
-
-
-def processes_of(path):
-    """The processes, and their command lines, whose environment names the path."""
-    found = {}
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as f:
-                if os.fsencode(path) in f.read():
-                    with open(f"/proc/{pid}/cmdline", "rb") as f:
-                        found[int(pid)] = f.read().replace(b"\0", b" ")
-        except OSError:
-            pass  # It has ended.
-    # Python's own lives as long as the process of the tests.
-    return {pid: x for pid, x in found.items() if b"resource_tracker" not in x}
 
 
 @pytest.mark.survives(
@@ -58,9 +43,9 @@ def test_it_trains_or_is_one_line_and_nothing_is_left(
     flags = args(module, savedir, *PROGRAMS[module], env=env_id, steps=800)
     result = start(*flags, module=module)
     deadline = time.monotonic() + 20  # The killed take their time on a busy machine.
-    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
+    while (left := marked(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == {}
+    assert not left, [cmdline(pid) for pid in left]
     if env.__doc__ is None:
         assert result.returncode == 0, result.stderr
         assert "test it: python -m" in result.stderr.splitlines()[-1]

@@ -18,14 +18,16 @@ from tests.programs import (
     Program,
     args,
     both,
+    cmdline,
     load,
     main,
+    marked,
     read_logs,
     refusal,
     run,
     wait_for_steps,
 )
-from torchbeast import gradients
+from torchbeast import actors, gradients
 from torchbeast.run import COLUMNS
 
 FAULTY = "tests.faulty_envs:"
@@ -229,6 +231,39 @@ def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
         program.wait_for("is restarted")
         program.signal(signal.SIGINT)
         assert program.end() == 128 + signal.SIGINT
+
+
+@both
+@pytest.mark.survives("signal-at-start")
+def test_a_signal_while_an_environment_is_made_ends_what_it_has_started(
+    module, savedir
+):
+    flags = args(module, savedir, env="tests.hostile_envs:SlowStart-v0")
+    with Program(*flags, module=module) as program:
+        while not any("sleep 1000.25" in cmdline(p) for p in marked(program.mark)):
+            time.sleep(0.01)
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM  # Asserts that nothing is left.
+    assert "Traceback" not in program.output
+
+
+def test_an_actor_ends_when_its_learner_is_gone_whatever_was_ordered(monkeypatch):
+    class Connection:
+        orders = iter([[1], [2], [3]])
+
+        def recv(self):
+            try:
+                return next(self.orders)
+            except StopIteration:
+                received.set()
+                raise EOFError from None
+
+    received, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(actors, "END_S", 0)
+    monkeypatch.setattr(actors, "end_group", ended.set)
+    orders = actors.Orders(Connection())
+    assert received.wait(60) and ended.wait(60)
+    assert list(orders) == []
 
 
 @pytest.mark.survives("agent-raises")

@@ -156,8 +156,10 @@ class Orders:
                 indices = self._connection.recv()
             except (EOFError, OSError):
                 indices = None
-            while indices is None and not self._queue.empty():
-                self._queue.get()  # Nobody waits for these any more.
+            if indices is None:  # Nobody waits any more for what was ordered before.
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        self._queue.get_nowait()
             self._queue.put(indices)
         time.sleep(END_S)
         end_group()

@@ -2,7 +2,9 @@
 
 Both give arrays [E, ...] as the spaces declare them, and raise BadStep for what an
 environment returns that is not. Of an info they read `episode_end` and
-`episode_metrics`, and look at nothing else in it.
+`episode_metrics`, and look at nothing else in it. (Gymnasium's SyncVectorEnv merges all
+of the infos, which other people's environments fill with anything, and casts what does
+not fit.)
 
 No torch in here: environment servers import this file.
 """

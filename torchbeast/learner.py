@@ -10,7 +10,7 @@ import torch
 
 from torchbeast import checkpoint, stages
 from torchbeast.flags import command_line
-from torchbeast.process import Signals, Stop, log
+from torchbeast.process import BadInput, Signals, Stop, log
 
 
 class PublishedWeights:
@@ -105,7 +105,7 @@ class Learner:
                 except Exception as e:
                     # A loss that is not finite came before what it led to.
                     self.flush()
-                    if not isinstance(e, Stop):
+                    if not isinstance(e, (Stop, BadInput)):
                         run.note(traceback.format_exc())
                     raise
                 self.save()

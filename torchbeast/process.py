@@ -268,6 +268,8 @@ class Repeated:
 
     def shorten(self, text):
         """Returns the text the first time, then its last line and how often it came."""
+        if len(self._counts) > 100:  # Where each is different.
+            self._counts.clear()
         self._counts[text] += 1
         if self._counts[text] == 1:
             return text

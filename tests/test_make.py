@@ -1,0 +1,129 @@
+"""Which environments are made by their ids, and which are refused."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import (
+    AutoresetMode,
+    SyncVectorEnv,
+)
+
+from tests import envs
+from torchbeast import environment
+from torchbeast.batch import Vector
+from torchbeast.environment import Environment
+from torchbeast.process import BadInput
+
+
+@pytest.mark.parametrize("action", [0, [0], [0, 0, 0], [[0], [0]]], ids=str)
+def test_action_of_another_shape_is_refused(action):
+    env = Environment([envs.Counter(), envs.Counter()])
+    env.initial()
+    with pytest.raises(ValueError, match="action has shape") as error:
+        env.step(np.array(action))
+    assert str(np.shape(action)) in str(error.value)
+    assert "(2,)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [([], "no environment"), ([SyncVectorEnv([envs.Catch])], "not in a list")],
+)
+def test_list_of_anything_but_single_environments_is_refused(env, words):
+    with pytest.raises(BadInput, match=words):
+        Environment(env)
+
+
+def test_step_before_initial_is_refused():
+    with pytest.raises(RuntimeError, match="before Environment.initial"):
+        Environment(envs.Counter()).step([0])
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_vector_environment_with_another_autoreset_is_refused(mode):
+    env = SyncVectorEnv([envs.Counter], autoreset_mode=mode)
+    with pytest.raises(ValueError, match=f"mode {mode.value}.*NEXT_STEP"):
+        Environment(env)
+
+
+@pytest.mark.parametrize("missing", ["reset", "step", "action_space"])
+def test_object_that_is_no_environment_is_refused(missing):
+    class Thing:
+        pass
+
+    for name in {"reset", "step", "observation_space", "action_space"} - {missing}:
+        setattr(Thing, name, None)
+    with pytest.raises(ValueError, match=f"Thing is neither .* no {missing}"):
+        Environment(Thing())
+    with pytest.raises(ValueError, match=f"Thing is neither .* no {missing}"):
+        Environment([envs.Counter(), Thing()])
+
+
+@pytest.mark.parametrize(
+    "env_id, close",
+    [
+        ("CartPole-v7", "CartPole-v1"),
+        ("cartpole-v1", "CartPole-v1"),
+        ("CratPole-v1", "CartPole-v1"),
+        ("torchbeast/Cach-v0", "torchbeast/Catch-v0"),
+        ("nobody/CartPole-v1", "CartPole-v1"),
+    ],
+)
+def test_unknown_id_comes_with_close_ones(env_id, close):
+    with pytest.raises(ValueError, match="did you mean") as error:
+        environment.make(env_id)
+    message = str(error.value)
+    assert repr(env_id) in message
+    assert close in message.split("did you mean")[1]
+    assert "\n" not in message
+
+
+def test_unknown_id_that_is_close_to_none_comes_without():
+    with pytest.raises(ValueError, match="^unknown environment '0123456789'$"):
+        environment.make("0123456789")
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        gymnasium.error.DependencyNotInstalled("needs\n  a thing"),
+        ImportError("needs\n  a thing"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_environment_that_cannot_be_made_says_why_in_one_line(monkeypatch, error):
+    spec = gymnasium.envs.registration.EnvSpec(
+        "Broken-v0", entry_point=lambda **kwargs: raises(error)
+    )
+    monkeypatch.setitem(gymnasium.registry, "Broken-v0", spec)
+    with pytest.raises(ValueError) as raised:
+        environment.make("Broken-v0")
+    message = "environment 'Broken-v0' cannot be made: "
+    assert str(raised.value).startswith(message)
+    assert "needs a thing" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_module_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match="no_such_module"):
+        environment.make("no_such_module:Some-v0")
+
+
+def test_environment_is_made_with_a_render_mode_only_if_asked_to():
+    # Counter has no argument render_mode.
+    first, second = environment.make("torchbeast/Counter-v0", num_envs=2)
+    assert first.render_mode is None and first is not second
+    np.testing.assert_array_equal(first.reset()[0], [0, 0, 0])
+    [env] = environment.make("CartPole-v1", render_mode="rgb_array")
+    assert env.render_mode == "rgb_array"
+
+
+@pytest.mark.filterwarnings("ignore:.*out of date")
+def test_vector_environment_that_an_id_has_of_its_own_is_used():
+    env = Environment(environment.make("CartPole-v0", num_envs=3))
+    assert isinstance(env.env, Vector) and env.num_envs == 3
+    assert env.env.env.unwrapped.max_episode_steps == 200  # As registered.
