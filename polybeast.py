@@ -80,7 +80,7 @@ def parser():
                    help="reduction over T and B (default: %(default)s)")
 
     g = p.add_argument_group("optimizer (RMSProp)")
-    g.add_argument("--learning_rate", type=number(float, above=0), default=2.5e-4,
+    g.add_argument("--learning_rate", type=number(float, above=0), default=1e-3,
                    metavar="X", help="learning rate, which falls linearly to 0 at "
                    "--total_steps (default: %(default)s)")
     g.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,

@@ -53,22 +53,46 @@ def test_what_looks_like_images_is_encoded_by_convolutions(space, expected, deep
 @pytest.mark.parametrize(
     ("space", "low", "high"),
     [
-        (box(12, 12, 1), -2, 255 / 64 - 2),
-        (floats(12, 12, 1), -2, 2),
-        (floats(12, 12, 1, low=-1.0, high=3.0), -2, 2),
+        (box(12, 12, 1), 0, 255 / 64),
+        (floats(12, 12, 1), 0, 4),
+        (floats(12, 12, 1, low=-1.0, high=3.0), -1, 3),
         (floats(12, 12, 1, low=-np.inf, high=np.inf), 0, 1),
         (floats(12, 12, 1, low=-3e38, high=3e38), 0, 1),
     ],
 )
 def test_images_are_scaled_by_their_bounds(space, low, high):
     encoder = make_encoder(space)
-    encoder.layers = torch.nn.Identity()
     bounded = abs(float(space.high.max())) < 1e6
     zeros = np.zeros_like(space.low)
     images = [space.low, space.high] if bounded else [zeros, zeros + 1]
     for image, expected in zip(images, (low, high)):
-        x = encoder._convolve(torch.as_tensor(image)[None])
+        x = encoder._scaled_image(torch.as_tensor(image)[None])
         torch.testing.assert_close(x, torch.full_like(x, expected))
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_convolutions_see_no_difference_between_backgrounds_of_any_color(deep):
+    encoder = make_encoder(box(32, 32, 3), deep)
+    convolution = encoder.layers[0]
+    torch.nn.init.normal_(convolution.weight)  # Whatever is learned.
+    black, red = np.zeros((2, 32, 32, 3), np.uint8)
+    red[..., 0] = 200
+    for image in black, red:
+        image[10:13, 20] += 40  # A small, slightly brighter thing.
+    x = torch.as_tensor(np.stack([black, red]))
+    y = convolution(encoder._scaled_image(x))[..., 1:-1, 1:-1]  # Without the padding.
+    torch.testing.assert_close(y[0], y[1], rtol=1e-3, atol=1e-3)
+    assert y[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_brightness_of_each_channel_of_a_flat_image_is_encoded(deep):
+    encoder = make_encoder(box(32, 32, 3), deep)
+    images = torch.zeros(4, 32, 32, 3, dtype=torch.uint8)
+    for channel in range(3):
+        images[channel + 1, ..., channel] = 200
+    features = encoder(images)
+    assert torch.pdist(features).min() > 0.1
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

@@ -120,12 +120,25 @@ def initialize(module, gain=2**0.5):
                 nn.init.zeros_(layer.bias)
 
 
+class CenteredConv2d(nn.Conv2d):
+    """A convolution by the weights less each filter's mean over height and width, so
+    that a flat background of any brightness and colour becomes the bias alone.
+
+    Otherwise the background, which is most of an image, decides each filter's output,
+    and each update moves all weights of a filter the same way to move that output.
+    """
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((2, 3), keepdim=True)
+        return self._conv_forward(x, weight, self.bias)
+
+
 def shallow_layers(channels, side):
     """The convolutions of IMPALA's figure 3, left; half of their size and stride for
     images with a side of less than 20."""
     half = 1 if side >= 20 else 2
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 8 // half, stride=4 // half),
+        CenteredConv2d(channels, 16, 8 // half, stride=4 // half),
         nn.ReLU(),
         nn.Conv2d(16, 32, 4 // half, stride=2 // half),
         nn.ReLU(),
@@ -138,8 +151,9 @@ def deep_layers(channels, side):
     blocks."""
     layers = []
     for width in (16, 32, 32):
+        convolution = nn.Conv2d if layers else CenteredConv2d
         layers += [
-            nn.Conv2d(channels, width, 3, padding=1),
+            convolution(channels, width, 3, padding=1),
             nn.MaxPool2d(3, stride=2, padding=1),
             ResidualBlock(width),
             ResidualBlock(width),
@@ -172,21 +186,22 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.bfloat16 = bfloat16
         self.order, (height, width, channels) = image_shape(space)
-        # From -2 to 2. Between 0 and 1 a ball of a few pixels is lost in the
-        # background: the value of Pong was learned four times slower.
-        self.scale, self.offset = 1, 0
+        # Four from the darkest to the brightest. With one, a ball of a few pixels was
+        # learned about more slowly.
+        self.scale = 1
         if space.dtype == np.uint8:
-            self.scale, self.offset = 1 / 64, 2
+            self.scale = 1 / 64
         elif 0 < (size := float(space.high.max()) - float(space.low.min())) < 1e6:
             self.scale = 4 / size
-            self.offset = 2 + float(space.low.min()) * self.scale
         self.layers = layers(channels, min(height, width))
         with torch.no_grad():
-            features = self._convolve(torch.zeros(1, *space.shape)).shape[1]
+            x = self._scaled_image(torch.zeros(1, *space.shape))
+            features = self.layers(x).shape[1] + channels
         self.out_features = 256
         self.fc = nn.Linear(features, self.out_features)
 
-    def _convolve(self, x):
+    def _scaled_image(self, x):
+        """Observations [N, ...] as floats [N, C, H, W] in channels-last order."""
         if self.order == (1, 2, 0):
             # The convolutions take their channels last, too. As bytes it is a quarter
             # of the work, and done once, not in the backward pass again. (On a CPU
@@ -198,11 +213,14 @@ class ImageEncoder(nn.Module):
         x = x.permute(0, 3, 1, 2)
         # (In place: as three new tensors it was a tenth of an update.)
         x = x.float() if x.dtype != torch.float32 else x.clone()
-        return self.layers(x.mul_(self.scale).sub_(self.offset))
+        return x.mul_(self.scale)
 
     def forward(self, x):
+        x = self._scaled_image(x)
+        brightness = x.mean((2, 3))  # [N, C]; layers that are centered cannot see it.
         with autocast(self.bfloat16, x.device):
-            return F.relu(self.fc(self._convolve(x))).float()
+            x = torch.cat([self.layers(x), brightness], dim=1)
+            return F.relu(self.fc(x)).float()
 
 
 class VectorEncoder(nn.Module):

@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import threading
+import time
 from collections import Counter
 from multiprocessing import resource_tracker
 
@@ -217,7 +218,8 @@ class Stop(Exception):
 
 class Signals:
     """Makes check() raise Stop after one of SIGNALS. A second signal, unless it is
-    SIGHUP, quits at once.
+    SIGHUP, quits at once. What comes within a second of the first is the first again:
+    the programs timeout and srun pass on what their whole process group got.
 
     on_second: called in the signal handler. It has to end the children without
     blocking.
@@ -237,8 +239,9 @@ class Signals:
 
     def _handle(self, signum, _frame):
         if self.received is not None:
-            if signum == signal.SIGHUP:
-                return  # Of a terminal that is closed two come, or more.
+            again = time.monotonic() < self.received_at + 1
+            if again or signum == signal.SIGHUP:
+                return  # Of a terminal that is closed two SIGHUPs come, or more.
             self.on_second()
             kill_children(children())
             with contextlib.suppress(OSError, ValueError):
@@ -246,6 +249,7 @@ class Signals:
                     os.write(2, b"\nquit without saving\n")
             os._exit(128 + signum)
         self.received = signal.Signals(signum)
+        self.received_at = time.monotonic()
 
     def check(self):
         if self.received is not None:

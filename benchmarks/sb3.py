@@ -1,0 +1,100 @@
+"""Trains a Stable-Baselines3 agent on Atari with the settings that RL Zoo publishes.
+
+    python -m venv /tmp/sb3
+    /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 ale-py \\
+        opencv-python-headless
+    /tmp/sb3/bin/python benchmarks/sb3.py --algorithm a2c --steps 3000000 \\
+        --env BreakoutNoFrameskip-v4 --out ~/logs/sb3/a2c
+
+A yardstick for docs/learning.md, in an environment of its own; nothing imports it.
+logs.csv in the directory --out has a line for each game, as benchmarks/plot.py reads
+it; steps are agent steps of four frames.
+"""
+
+import argparse
+import csv
+import pathlib
+import time
+
+import ale_py
+import gymnasium
+import torch
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
+from stable_baselines3.common.vec_env import VecFrameStack
+
+SCHEDULE_STEPS = 10_000_000  # PPO's rates fall to 0 there; --steps may end it before.
+
+
+def make_model(algorithm, env_id, seed):
+    """RL Zoo's hyperparams/a2c.yml and ppo.yml, section atari."""
+    envs = make_atari_env(env_id, 16 if algorithm == "a2c" else 8, seed)
+    envs = VecFrameStack(envs, 4)
+    if algorithm == "a2c":
+        optimizer = dict(optimizer_class=RMSpropTFLike, optimizer_kwargs=dict(eps=1e-5))
+        return A2C(
+            "CnnPolicy",
+            envs,
+            ent_coef=0.01,
+            vf_coef=0.25,
+            policy_kwargs=optimizer,
+            seed=seed,
+        )
+    return PPO(
+        "CnnPolicy",
+        envs,
+        n_steps=128,
+        n_epochs=4,
+        batch_size=256,
+        learning_rate=lambda left: left * 2.5e-4,
+        clip_range=lambda left: left * 0.1,
+        vf_coef=0.5,
+        ent_coef=0.01,
+        seed=seed,
+    )
+
+
+class GameLog(BaseCallback):
+    """Writes a line for each game, and ends the run after a number of steps."""
+
+    def __init__(self, file, steps):
+        super().__init__()
+        self.writer = csv.writer(file)
+        columns = ("step", "seconds", "episodes", "episode_return", "episode_step")
+        self.writer.writerow(columns)
+        self.steps = steps
+        self.begin = time.monotonic()
+
+    def _on_step(self):
+        seconds = round(time.monotonic() - self.begin, 1)
+        for info in self.locals["infos"]:
+            if "episode" in info:
+                game = info["episode"]
+                self.writer.writerow(
+                    (self.num_timesteps, seconds, 1, game["r"], game["l"])
+                )
+        return self.num_timesteps < self.steps
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--algorithm", choices=("a2c", "ppo"), required=True)
+    p.add_argument("--env", default="BreakoutNoFrameskip-v4")
+    p.add_argument("--steps", type=int, default=3_000_000)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--num_threads", type=int, default=1)
+    p.add_argument("--out", type=pathlib.Path, required=True)
+    flags = p.parse_args()
+    torch.set_num_threads(flags.num_threads)
+    gymnasium.register_envs(ale_py)
+    out = flags.out.expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "logs.csv", "w", newline="", buffering=1) as file:
+        model = make_model(flags.algorithm, flags.env, flags.seed)
+        model.learn(SCHEDULE_STEPS, callback=GameLog(file, flags.steps))
+
+
+if __name__ == "__main__":
+    main()
