@@ -145,7 +145,7 @@ def test_numbers_beside_an_image_are_not_rounded():
     space = spaces.Dict(image=IMAGE, numbers=NUMBERS)
     encoder = encoders.make_encoder(space)
     step = {
-        "image": torch.zeros(2, *IMAGE.shape, dtype=torch.uint8),
+        "image": torch.randint(256, (2, *IMAGE.shape), dtype=torch.uint8),
         "numbers": torch.tensor([[1001.0] * 4, [1003.0] * 4]),
     }
     rounding = encoders.make_encoder(space, bfloat16=True)

@@ -61,7 +61,8 @@ def make_agent(*flags, observation_space=None):
 
 @pytest.mark.parametrize("net", ["deep", "shallow"])
 def test_the_networks_are_the_papers(net):
-    """IMPALA, figure 3: 15 convolutional layers, or 2; then 256 units."""
+    """IMPALA, figure 3: 15 convolutional layers, or 2; then 256 units. Each channel's
+    brightness is added."""
     space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     net_, features, channels = {
         "deep": ("deep", 32 * 11 * 11, 5 * [16] + 10 * [32]),
@@ -70,7 +71,8 @@ def test_the_networks_are_the_papers(net):
     net = make_agent("--net", net_, observation_space=space)[0].net
     convolutions = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d)]
     assert [c.out_channels for c in convolutions] == channels
-    assert net.encoder.fc.in_features == features and net.encoder.out_features == 256
+    assert net.encoder.fc.in_features == features + 4
+    assert net.encoder.out_features == 256
     step = {
         "observation": torch.randint(256, (2, 3, 4, 84, 84), dtype=torch.uint8),
         "reward": torch.zeros(2, 3),
