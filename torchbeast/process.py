@@ -248,8 +248,8 @@ class Signals:
                 if select.select([], [2], [], 0)[1]:  # Not a pipe that nobody reads.
                     os.write(2, b"\nquit without saving\n")
             os._exit(128 + signum)
+        self.received_at = time.monotonic()  # First: a signal may interrupt this.
         self.received = signal.Signals(signum)
-        self.received_at = time.monotonic()
 
     def check(self):
         if self.received is not None:
