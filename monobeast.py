@@ -25,7 +25,7 @@ from collections import deque
 import torch
 
 import polybeast_env
-from torchbeast import devices, rollouts, seeds
+from torchbeast import devices, ranks, rollouts, seeds
 from torchbeast.actors import (
     ActorProcesses,
     SharedWeights,
@@ -90,15 +90,16 @@ def set_defaults(flags):
     if flags.envs_per_actor is None:
         flags.envs_per_actor = max(1, 32 // max(1, flags.num_actors))
     in_actors = max(1, flags.num_actors) * flags.envs_per_actor
+    batch_size = ranks.current.share(flags.batch_size)
     if flags.num_buffers is None:
-        flags.num_buffers = in_actors + 2 * flags.batch_size
+        flags.num_buffers = in_actors + 2 * batch_size
     devices.set_defaults(flags)
-    if flags.num_buffers < in_actors + flags.batch_size:
+    if flags.num_buffers < in_actors + batch_size:
         raise BadInput(
             f"--num_buffers {flags.num_buffers} is too small: actors fill {in_actors} "
             f"(--num_actors {flags.num_actors} times --envs_per_actor "
-            f"{flags.envs_per_actor}) and a batch takes {flags.batch_size} "
-            f"(--batch_size): use {in_actors + flags.batch_size} or more"
+            f"{flags.envs_per_actor}) and a batch takes {batch_size} "
+            f"(--batch_size): use {in_actors + batch_size} or more"
         )
 
 
@@ -182,7 +183,7 @@ def learning(full_queue, buffers, actors, learner, batch_lock, update_lock, stop
     while not learner.finished:
         with batch_lock:  # One thread takes a whole batch off the queue.
             items = []
-            while len(items) < learner.flags.batch_size:
+            while len(items) < learner.batch_size:
                 item = full_queue.get()
                 if item is None:
                     full_queue.put(None)  # For the next thread.
@@ -207,6 +208,7 @@ def train(flags):
     set_defaults(flags)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
+    ranks.current.use_device(device)
     create_env = polybeast_env.create_env
     if flags.num_actors > 0:  # Two show what steps look like.
         env, step = probe(create_env, flags, min(2, flags.envs_per_actor))
@@ -217,13 +219,14 @@ def train(flags):
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags.unroll_length)
     check_limits(flags, specs, agent.net)
-    rollouts.check_memory(specs, 2 * flags.batch_size)  # Beside the buffers.
+    batch_size = ranks.current.share(flags.batch_size)
+    rollouts.check_memory(specs, 2 * batch_size)  # Beside the buffers.
     run = Run(flags, env.frames_per_step)
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device)
     # The episodes of a resumed run are not those of its first session again.
-    seed = seeds.derive_seed(flags.seed, run.step)
+    seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
     log.info(
         f"{flags.env}: {actors}, learner on {device}, {flags.precision}; "
@@ -261,8 +264,8 @@ def train_serially(flags, env, seed, learner, buffers, signals):
         actor.rollout(arrays, indices)
         full_queue.extend((index, version) for index in indices)
         signals.check()
-        while len(full_queue) >= flags.batch_size and not learner.finished:
-            items = [full_queue.popleft() for _ in range(flags.batch_size)]
+        while len(full_queue) >= learner.batch_size and not learner.finished:
+            items = [full_queue.popleft() for _ in range(learner.batch_size)]
             batch = make_batch(buffers, items, learner.device)
             free_queue.extend(index for index, _ in items)
             learner.update(*batch)

@@ -31,7 +31,7 @@ from torch import nn
 
 import polybeast_env
 import vtrace
-from torchbeast import devices, rollouts, seeds, streams, tls
+from torchbeast import devices, ranks, rollouts, seeds, streams, tls
 from torchbeast.batch import MAX_ENVS
 from torchbeast.checkpoint import load_weights
 from torchbeast.encoders import ResidualBlock, initialize, make_encoder, summary
@@ -250,8 +250,7 @@ class Agent:
         statistics = set_gradients(parameters, loss, batch, self.flags.loss_reduction)
         grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
         self.optimizer.step()
-        T, B = batch["reward"][1:].shape
-        self.step += T * B
+        self.step += self.flags.unroll_length * self.flags.batch_size
         self.updates += 1
         return {**statistics, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
@@ -404,6 +403,7 @@ def train(flags):
     allow_open_files(streams.FILES_PER_STREAM * num_streams)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
+    ranks.current.use_device(device)
     actor_device = devices.get_device(flags, "actor_device")
     # Two environments show what steps look like.
     env, step = probe(polybeast_env.create_env, flags, min(2, flags.envs_per_server))
@@ -426,9 +426,9 @@ def train(flags):
         # sake.
         learner_queue = BatchingQueue(
             batch_dim=1,
-            minimum_batch_size=flags.batch_size,
-            maximum_batch_size=flags.batch_size,
-            maximum_queue_size=flags.batch_size,
+            minimum_batch_size=learner.batch_size,
+            maximum_batch_size=learner.batch_size,
+            maximum_queue_size=learner.batch_size,
             pin_memory=device.type == "cuda",
         )
         inference_batcher = DynamicBatcher(
@@ -445,7 +445,7 @@ def train(flags):
             observation_space=str(env.observation_space),
             action_space=str(env.action_space),
             # The episodes of a resumed run are not those of its first session.
-            seed=seeds.derive_seed(flags.seed, run.step),
+            seed=seeds.derive_seed(flags.seed, run.step, ranks.current.rank),
             connect_timeout_s=flags.connect_timeout_seconds,
             max_rollouts=learner.rollouts_left,
             **pem,
@@ -478,6 +478,13 @@ def train(flags):
             servers.restart_ended(rollouts_of)
             watched_streams.check()
 
+        def describe():
+            status = actors.status()
+            running = sum(s["state"] == "running" for s in status)
+            return f"{running} of {len(status)} streams are connected"
+
+        ranks.current.describe = describe
+
         def end():
             actors.stop()
             inference_batcher.close()
@@ -500,7 +507,7 @@ def train(flags):
             threads.run(signals, end, watch)
         finally:
             learned = learner.updates - updates_before
-            watched_streams.report(learned * flags.batch_size)
+            watched_streams.report(learned * learner.batch_size)
 
     return learner.train(train_with_servers, servers)
 

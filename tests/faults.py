@@ -23,6 +23,7 @@ from tests.programs import (
     Program,
     args,
     both,
+    disk,
     load,
     marked,
     private_mounts,
@@ -485,3 +486,87 @@ def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
         end(learner, tmp_path)
     for server in servers:
         server.stop(None)
+
+
+# Several learners.
+
+
+def start_ranks(module, savedir, num, *others, restarts=0, steps=10**8):
+    flags = args(module, savedir, *LOG, "--batch_size", 6, *others, steps=steps)
+    torchrun = ("--standalone", "--max-restarts", str(restarts))
+    return Program(*flags, module=module, ranks=num, torchrun=torchrun)
+
+
+@pytest.mark.survives("rank-killed")
+def test_each_rank_is_killed_in_turn_and_the_run_goes_on(savedir):
+    with start_ranks("polybeast", savedir, 3, *SAVE, restarts=3) as program:
+        for rank in range(3):
+            wait_for_steps(savedir, 1200)
+            before = program.ranks()
+            killed_at = time.monotonic()
+            os.kill(before[rank], signal.SIGKILL)
+            while set(program.ranks()) & set(before):
+                assert time.monotonic() < killed_at + 30
+                time.sleep(0.1)
+        wait_for_steps(savedir, 1200)
+        program.signal(signal.SIGTERM)
+        program.end()
+    steps = [int(row["step"]) for row in read_logs(savedir / "x")]
+    assert steps == list(range(120, steps[-1] + 1, 120))
+    assert load(savedir)["step"] == steps[-1]
+
+
+@pytest.mark.survives("rank-stopped")
+def test_a_rank_that_is_stopped_is_given_up_and_the_run_is_resumed(savedir):
+    with start_ranks("monobeast", savedir, 2, restarts=1) as program:
+        wait_for_steps(savedir, 1200)
+        pid = program.ranks()[1]
+        os.kill(pid, signal.SIGSTOP)
+        program.wait_for("another rank is gone: ", timeout_s=60)
+        program.wait_for("; results in")  # It is saved.
+        saved = load(savedir)["step"]
+        program.wait_for(f"resuming {savedir}/x/model.tar at step {saved}")
+        wait_for_steps(savedir, 1200)
+        program.signal(signal.SIGTERM)
+        program.end()
+
+
+@pytest.mark.survives("rank-without-rollouts")
+def test_a_rank_without_servers_holds_the_others_up_and_says_so(savedir):
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    flags = ("--env", "CartPole-v1", "--savedir", savedir, "--xpid", "x", *LOG,
+             "--server_addresses", ",".join(addresses), "--batch_size", 2)  # fmt: skip
+    with (
+        serve(addresses[0]),
+        serve(addresses[1]) as second,
+        Program(*flags, module="polybeast", ranks=2) as program,
+    ):
+        wait_for_steps(savedir, 1200)
+        second.signal(signal.SIGTERM)
+        second.end()
+        program.wait_for("rank 1 has no rollouts: 0 of 1 streams are connected")
+        reached = step(savedir)
+        time.sleep(90)
+        assert step(savedir) - reached <= 40
+        with serve(addresses[1]):
+            program.wait_for("rank 1 has rollouts again")
+            wait_for_steps(savedir, 1200)
+            program.signal(signal.SIGTERM)
+            program.end()
+    log = (savedir / "x" / "out.rank1.log").read_text()
+    n = rollouts(program.output + log)
+    assert n["learned from"] > 60
+
+
+@pytest.mark.survives("rank-disk-full")
+def test_a_full_disk_of_the_first_rank_ends_all(tmp_path):
+    with disk(tmp_path / "disk", "size=2m") as path:
+        with start_ranks("monobeast", path, 2, "--num_actors", 0) as program:
+            wait_for_steps(path, 1200)
+            (path / "other").write_bytes(bytes(os.statvfs(path).f_bavail * 4096))
+            program.end()
+    assert "No space left on device" in program.output
+    assert (
+        "Traceback (most recent call last)"
+        not in program.output.partition("torch/distributed/elastic")[0]
+    )

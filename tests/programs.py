@@ -48,14 +48,20 @@ def args(module, savedir, *others, env="CartPole-v1", steps=10**8):
             "--batch_size", 2, *SMALL[module], *others)  # fmt: skip
 
 
-def command(*args, module="monobeast"):
-    return [sys.executable, "-m", module, *map(str, args)]
+def command(*args, module="monobeast", ranks=None, torchrun=()):
+    """ranks: the number of learners that torchrun is to start, with these flags."""
+    launcher = [sys.executable]
+    if ranks is not None:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        launcher += torchrun or ("--standalone",)
+    return [*launcher, "-m", module, *map(str, args)]
 
 
-def run(*args, module="monobeast", timeout_s=TIMEOUT_S, cwd=ROOT, prefix=(), **kwargs):
+def run(*args, module="monobeast", ranks=None, torchrun=(), timeout_s=TIMEOUT_S,
+        cwd=ROOT, prefix=(), **kwargs):  # fmt: skip
     """Runs the program to its end. Its output is in .stdout and .stderr."""
     return subprocess.run(
-        [*prefix, *command(*args, module=module)],
+        [*prefix, *command(*args, module=module, ranks=ranks, torchrun=torchrun)],
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -113,11 +119,11 @@ def refusal(*args, **kwargs):
 class Program:
     """The program in the background; wait_for() reads its stderr line by line."""
 
-    def __init__(self, *args, module="monobeast", host=None, cwd=ROOT):
+    def __init__(self, *args, module="monobeast", host=None, cwd=ROOT, **kwargs):
         self.shm_before = shared_memory()
         self.mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
-            [*(host.prefix if host else ()), *command(*args, module=module)],
+            [*(host.prefix if host else ()), *command(*args, module=module, **kwargs)],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -160,6 +166,16 @@ class Program:
             if any(name in cmdline(pid) for name in names)
         ]
 
+    def ranks(self):
+        """Process ids of the learners that torchrun has started, in their order."""
+        pids = {}
+        for pid in children(self.process.pid):
+            with contextlib.suppress(OSError):
+                environ = pathlib.Path(f"/proc/{pid}/environ").read_text()
+                if match := re.search("\0RANK=([0-9]+)\0", environ):
+                    pids[int(match[1])] = pid
+        return [pids[rank] for rank in sorted(pids)]
+
     def signal(self, signum):
         self.process.send_signal(signum)
 
@@ -193,6 +209,9 @@ class Program:
     def __exit__(self, *_):
         self.signal_all(signal.SIGKILL)
         self.process.wait()
+        for pid in marked(self.mark):  # torchrun's children, which it cannot end now.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def shared_memory():

@@ -19,9 +19,17 @@ def write(path, checkpoint):
     """Replaces the file at path by the checkpoint, atomically. OSError if the disk is
     full."""
     # Through memory: torch's own writer hides the reason of a failed write.
+    write_atomically(path, to_bytes(checkpoint))
+
+
+def to_bytes(checkpoint):
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
-    write_atomically(path, buffer.getbuffer())
+    return buffer.getbuffer()
+
+
+def from_bytes(data) -> dict:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def keep(path, step, num):
@@ -87,11 +95,9 @@ def load_agent_state(agent, checkpoint, path):
 
 def check_agent_state(agent):
     """Raises BadInput if the agent's state_dict() holds what read() would refuse."""
-    buffer = io.BytesIO()
-    torch.save(agent.state_dict(), buffer)
-    buffer.seek(0)
+    data = to_bytes(agent.state_dict())
     try:
-        torch.load(buffer, weights_only=True)
+        from_bytes(data)
     except Exception as e:
         raise BadInput(
             "the agent's state_dict() holds what no checkpoint can, expected tensors, "

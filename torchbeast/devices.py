@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from torchbeast import ranks
 from torchbeast.encoders import has_images
 from torchbeast.environment import map_structure
 from torchbeast.process import BadInput
@@ -15,6 +16,9 @@ def set_defaults(flags):
     """Fills in the flags of run_parser() whose defaults depend on the machine."""
     if flags.learner_device is None:
         flags.learner_device = "cuda" if torch.cuda.is_available() else "cpu"
+        if ranks.current.num > 1 and torch.cuda.is_available():
+            index = ranks.current.local_rank % torch.cuda.device_count()
+            flags.learner_device = f"cuda:{index}"
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 1 if flags.learner_device == "cpu" else 2
 

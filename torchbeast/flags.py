@@ -33,7 +33,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**kwargs, allow_abbrev=False)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, error_line(self.prog, message))
+
+
+def error_line(prog, message):
+    """Returns the line about bad input, if it is this process that prints it: of the
+    processes that torchrun starts on a host, the first."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return ""
+    return f"{prog}: error: {message}\n"
 
 
 def number(kind, low=None, high=None, above=None):
@@ -124,7 +132,7 @@ def run_command(prog, body):
         with terminable():
             return body()
     except BadInput as e:
-        sys.stderr.write(f"{prog}: error: {e}\n")
+        sys.stderr.write(error_line(prog, e))
         return 2
     except KeyboardInterrupt as e:  # Training handles signals itself.
         return 128 + getattr(e, "signum", signal.SIGINT)
@@ -139,9 +147,11 @@ def command_line(flags, *words):
     """Returns the command line of this run with other words at its end, such as
     "--mode", "test"."""
     program, *own = flags.command
+    num = int(os.environ.get("WORLD_SIZE", 1))
+    launcher = "python" if num == 1 or words else "torchrun [...]"
     if not any(word.split("=")[0] == "--xpid" for word in own):
         own.append(f"--xpid={flags.xpid}")
-    return f"python -m {program} {shlex.join([*own, *words])}"
+    return f"{launcher} -m {program} {shlex.join([*own, *words])}"
 
 
 def run_parser() -> argparse.ArgumentParser:

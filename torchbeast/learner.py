@@ -5,10 +5,11 @@ import math
 import numbers
 import time
 import traceback
+from logging import ERROR, INFO
 
 import torch
 
-from torchbeast import checkpoint, stages
+from torchbeast import checkpoint, ranks, stages
 from torchbeast.flags import command_line
 from torchbeast.process import BadInput, Signals, Stop, log
 
@@ -75,12 +76,14 @@ class Learner:
         self.updates = run.updates
         self.weights = weights  # Of version `updates`.
         self.weights.publish(agent.net, self.updates)
+        self.batch_size = ranks.current.share(flags.batch_size)
         self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}
         self._idle_since = None
         self._unread = None
 
     @property
     def steps_per_update(self):
+        """Of all ranks together."""
         return self.flags.unroll_length * self.flags.batch_size
 
     def train(self, body, processes=None):
@@ -101,7 +104,8 @@ class Learner:
         with Signals() as signals, processes or contextlib.nullcontext():
             try:
                 try:
-                    body(signals)
+                    with ranks.current.voting(signals):
+                        body(signals)
                 except Exception as e:
                     # A loss that is not finite came before what it led to.
                     self.flush()
@@ -113,6 +117,8 @@ class Learner:
                 exit_code = self._end_early(e)
             finally:
                 run.close()
+        if ranks.current.rank > 0:
+            return exit_code
         for line in stages.report(run):
             log.info("%s", line)
         log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
@@ -128,14 +134,24 @@ class Learner:
         take_metrics: called for the episodes' metrics since the last call, dicts of
         numbers.
         """
+        group = ranks.current
+        if group.num > 1:
+            log.info(
+                f"{group.num} learners on {len(set(group.hosts))} hosts: each has "
+                f"{self.batch_size} of {self.flags.batch_size} rollouts of a batch"
+            )
         self.run.take_metrics = take_metrics
-        self.run.stage_seconds = lambda: {**stage_seconds(), **self.stage_seconds}
+        self.run.stage_seconds = lambda: {
+            **stage_seconds(),
+            **self.stage_seconds,
+            **ranks.current.seconds,
+        }
         self.run.start()
 
     def _end_early(self, stop):
         """Logs why the run ends, and saves what is worth saving. Returns the exit
         code."""
-        log.error("%s", stop)
+        log.log(ERROR if ranks.current.rank == 0 else INFO, "%s", stop)
         if stop.save:
             try:
                 self.save()
@@ -153,7 +169,10 @@ class Learner:
         start = time.monotonic()
         if self._idle_since is not None:
             self.stage_seconds["learner_wait"] += start - self._idle_since
-        statistics = self.agent.learn(batch)
+        ranks.current.wait(self.run.save_is_due, self.save)
+        start, summing = time.monotonic(), ranks.current.seconds.get("reduction", 0)
+        with ranks.current.update():
+            statistics = self.agent.learn(batch)
         if not isinstance(statistics, dict):
             what = type(statistics).__name__
             raise TypeError(f"learn() returned {what}, expected a dict of statistics")
@@ -187,10 +206,11 @@ class Learner:
         if read is None:
             self.flush()
         self.weights.publish(self.agent.net, self.updates)
-        self.stage_seconds["update"] += time.monotonic() - start
-        if self.run.save_is_due():
-            self.save()
+        summing = ranks.current.seconds.get("reduction", 0) - summing
+        self.stage_seconds["update"] += time.monotonic() - start - summing
         self._idle_since = time.monotonic()
+        if self.finished:
+            ranks.current.finish()
 
     def flush(self):
         """Counts and logs the last update, once its statistics have arrived."""
@@ -204,14 +224,16 @@ class Learner:
         self.run.update(statistics=statistics, **counts)
 
     def save(self):
+        """Writes a checkpoint. To be called on all ranks at the same update."""
         self.flush()
+        ranks.current.compare(self.agent.net)
         self.run.save(self.agent)
 
     @property
     def rollouts_left(self):
         """The number of rollouts that are learned from until --total_steps."""
         steps = max(0, self.flags.total_steps - self.run.step)
-        return math.ceil(steps / self.steps_per_update) * self.flags.batch_size
+        return math.ceil(steps / self.steps_per_update) * self.batch_size
 
     @property
     def finished(self):

@@ -61,10 +61,19 @@ def cpu_name():
     return platform.processor()  # Not x86.
 
 
+_num_cores = None
+
+
 def num_cores() -> int:
     """The number of cores that this process may use, which may be fewer than the
     machine has."""
-    return len(os.sched_getaffinity(0))
+    return _num_cores or len(os.sched_getaffinity(0))
+
+
+def use_cores(n):
+    """Has num_cores() return n: other learners share the cores with this process."""
+    global _num_cores
+    _num_cores = n
 
 
 def processor_seconds() -> float:

@@ -39,15 +39,18 @@ def handle_signals(handler) -> dict:
     return {s: signal.signal(s, handler) for s in signals}
 
 
-def setup_logging(path=None):
-    """Sends log lines to stderr, and to the file at path."""
+def setup_logging(path=None, rank=0):
+    """Sends log lines to stderr, and to the file at path. Of learners of other ranks
+    than 0 only warnings go to stderr."""
     for handler in log.handlers[:]:
         log.removeHandler(handler)
         handler.close()
-    line = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    who = f"rank {rank}: " if rank > 0 else ""
+    line = logging.Formatter(f"[%(asctime)s] {who}%(message)s", datefmt="%H:%M:%S")
     threading.excepthook = _thread_excepthook
     logging.raiseExceptions = False  # A full disk must not hide what goes to stderr.
     handlers = [logging.StreamHandler()]
+    handlers[0].setLevel(logging.WARNING if rank > 0 else logging.INFO)
     if path is not None:
         handlers.append(logging.FileHandler(path))
     for handler in handlers:
@@ -251,17 +254,22 @@ class Signals:
         self.received_at = time.monotonic()  # First: a signal may interrupt this.
         self.received = signal.Signals(signum)
 
-    def check(self):
+    def stop(self):
+        """Returns the Stop after a signal, else None."""
         if self.received is not None:
-            raise Stop(f"stopped by {self.received.name}", 128 + self.received)
+            return Stop(f"stopped by {self.received.name}", 128 + self.received)
+
+    def check(self):
+        if stop := self.stop():
+            raise stop
 
 
-def first_line(error):
+def first_line(error, with_type=True):
     """Returns the error's type, and its message's first line without control
     characters."""
     lines = [line for line in str(error).splitlines() if line.strip()][:1]
     line = "".join(c for c in "".join(lines) if c.isprintable())
-    return f"{type(error).__name__}: {line}"
+    return f"{type(error).__name__}: {line}" if with_type else line
 
 
 class Repeated:

@@ -1,11 +1,12 @@
 """What a training program does with its command line."""
 
 import argparse
+import os
 import sys
 
-from torchbeast import checkpoint, play, run
-from torchbeast.flags import Parser, run_command, run_parser
-from torchbeast.process import BadInput
+from torchbeast import checkpoint, play, ranks, run
+from torchbeast.flags import Parser, error_line, run_command, run_parser
+from torchbeast.process import BadInput, Stop
 
 
 def run_program(prog, parser, train, create_env, argv=None):
@@ -27,6 +28,8 @@ def run_program(prog, parser, train, create_env, argv=None):
         p = Parser(prog=prog, add_help=False, parents=[run_parser()])
         p.set_defaults(agent=None)
         given, _ = p.parse_known_args(argv)
+        if given.mode != "train" and "LOCAL_RANK" in os.environ:
+            raise BadInput(f"--mode {given.mode} needs no torchrun: python -m {prog}")
         saved = {} if given.mode == "train" else flags_of_checkpoint(given)
         agent = given.agent or saved.get("agent", "polybeast")
         try:
@@ -41,10 +44,20 @@ def run_program(prog, parser, train, create_env, argv=None):
         if flags.checkpoint and flags.mode == "train":
             raise BadInput("--checkpoint goes with --mode test, not train")
         if flags.mode == "train":
-            return train(flags)
+            try:
+                ranks.join(flags)
+                return train(flags)
+            except Stop as e:  # Another rank ended before training began.
+                sys.stderr.write(error_line(prog, e))
+                return e.exit_code
+            except BaseException as e:
+                ranks.current.tell(e)
+                raise
         return play.test(flags, create_env)
 
-    return run_command(prog, body)
+    exit_code = run_command(prog, body)
+    ranks.current.close(exit_code)
+    return exit_code
 
 
 def flags_of_checkpoint(flags):

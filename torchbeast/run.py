@@ -5,7 +5,7 @@
     logs.csv       a line every --log_interval_steps; columns: COLUMNS, and whatever
                    the agent's learn() returns
     events.out.*   the same for TensorBoard
-    out.log        what was printed
+    out.log        what was printed; out.rank1.log, ... by the other learners
     lock           held by the process that trains
     model.tar      the last checkpoint
     best.tar       the checkpoint with the best mean return of 100 episodes
@@ -17,7 +17,6 @@
 
 import contextlib
 import csv
-import datetime
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import re
 import time
 from collections import deque
 
-from torchbeast import checkpoint, files, machine, seeds, stages
+from torchbeast import checkpoint, files, machine, ranks, seeds, stages
 from torchbeast.display import Display
 from torchbeast.environment import NAME
 from torchbeast.flags import command_line
@@ -57,13 +56,19 @@ COLUMNS = {
     "inference": "share in which the network was evaluated",
     "rollout_queue": "share in which the stream waited for the learner",
     "learner_wait": "share of the learner's time in which it waited for a batch",
-    "update": "share of the learner's time in which it learned",
-    "rss_mb": "resident memory of the learner process, MiB",
+    "vote": "share in which it waited for the other learners",
+    "update": "share in which it learned",
+    "reduction": "share in which gradients were summed over the learners (NCCL: in "
+    "which that was launched)",
+    "rss_mb": "resident memory of the learner process, MiB; of several, of the first",
 }
 
 
 class Run:
     """A run's directory, logs, checkpoint, counters and display.
+
+    Of several learners all count, and rank 0 has directory, logs, checkpoint and
+    display; the others have a log of their own.
 
     A Run is not thread-safe: only who holds the learner's lock may call its methods.
     """
@@ -83,8 +88,13 @@ class Run:
         self._saved_step = None  # Of model.tar.
         self._checkpoint = self._lock = self._csv = self._tensorboard = None
         self.display = None
+        self._started = None
+        self._own = {}  # {name: (sum, count)} since the learners put them together.
+        self._own_returns = []  # Of episodes since then.
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
+        rank = ranks.current.rank
+        self._out_path = self.path / (f"out.rank{rank}.log" if rank > 0 else "out.log")
 
     def open(self):
         """Creates the directory for this process alone, and reads the checkpoint in it.
@@ -94,25 +104,40 @@ class Run:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._out_path.open("a").close()
+            if ranks.current.rank > 0:
+                setup_logging(self._out_path, ranks.current.rank)
+                return
             # Before the checkpoint is read: nobody else writes another one after that.
             self._lock = files.lock(self.path / "lock")
             if self.checkpoint_path.exists() and not self.flags.disable_checkpoint:
                 self._checkpoint = checkpoint.read(self.checkpoint_path, self.flags)
-            for name in ("out.log", "logs.csv"):
-                (self.path / name).open("a").close()
+            (self.path / "logs.csv").open("a").close()
         except files.Locked as e:
             raise BadInput(f"--xpid {self.flags.xpid} is being trained by {e}") from e
         except OSError as e:
             message = f"{e.filename or self.path}: {e.strerror}"
             raise BadInput(f"--savedir {self.path.parent}: {message}") from e
-        setup_logging(self.path / "out.log")
+        setup_logging(self._out_path)
 
     def restore(self, agent):
         """Gives its part of the checkpoint to the agent, which has started learning,
-        and takes the counters and random numbers. Does nothing without a checkpoint.
-        Raises BadInput if something does not fit."""
-        if self._checkpoint is None:
-            return
+        and takes the counters and random numbers. Without a checkpoint does nothing.
+        Other ranks' agents become as rank 0's. Raises BadInput if something does not
+        fit."""
+        if self._checkpoint is not None:
+            self._restore(agent)
+        if ranks.current.num > 1:
+            data = ranks.current.broadcast(checkpoint.to_bytes(self._state(agent)))
+            if ranks.current.rank > 0:
+                saved = checkpoint.from_bytes(data)
+                checkpoint.load_agent_state(agent, saved, "of rank 0")
+                self._take_counters(saved)
+                seeds.set_seed(
+                    seeds.derive_seed(self.flags.seed, self.step, ranks.current.rank)
+                )
+
+    def _restore(self, agent):
         saved, self._checkpoint = self._checkpoint, None
         changed = self._changed_flags(saved["flags"])
         try:
@@ -122,15 +147,18 @@ class Run:
         if changed:
             log.info("flags that differ from the checkpoint's: %s", changed)
         try:
-            self.step, self.updates = saved["step"], saved["updates"]
+            self._take_counters(saved)
             self._saved_step = self.step
-            self.episodes, self.seconds = saved["episodes"], saved["seconds"]
-            self.returns.extend(saved["returns"])
-            self._best = saved.get("best", -math.inf)
             seeds.set_rng_state(saved["rng"])
         except Exception as e:
             raise checkpoint.not_a_checkpoint(self.checkpoint_path, e) from e
         log.info("resuming %s at step %d", self.checkpoint_path, self.step)
+
+    def _take_counters(self, saved):
+        self.step, self.updates = saved["step"], saved["updates"]
+        self.episodes, self.seconds = saved["episodes"], saved["seconds"]
+        self.returns.extend(saved["returns"])
+        self._best = saved.get("best", -math.inf)
 
     def _changed_flags(self, before):
         """Returns a text with the flags that are not those of the checkpoint."""
@@ -152,13 +180,15 @@ class Run:
 
     def start(self):
         """Writes meta.json, opens the logs for appending, starts the clock."""
-        from torch.utils.tensorboard import SummaryWriter  # Slow to import.
-
         self._started = self._saved_at = self._row_at = time.monotonic()
         self._row_step = self.step
         self._row_stages = self.stage_seconds()
         self._processor_seconds = machine.processor_seconds()
         self._sums = {}
+        if ranks.current.rank > 0:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # Slow to import.
+
         with self.disk_errors():
             if self.step == 0:
                 self._keep_aside()
@@ -229,7 +259,10 @@ class Run:
         except (ValueError, AttributeError, TypeError) as e:
             log.warning("%s is written anew: %s", path, e)
         data = dict(
-            machine.meta(self.flags), first_step=self.step, earlier_sessions=sessions
+            machine.meta(self.flags),
+            ranks=ranks.current.hosts,
+            first_step=self.step,
+            earlier_sessions=sessions,
         )
         files.write_atomically(path, json.dumps(data, indent=4).encode() + b"\n")
 
@@ -243,7 +276,8 @@ class Run:
     @property
     def elapsed(self):
         """The seconds of training, those of the run's earlier sessions included."""
-        return self.seconds + time.monotonic() - self._started
+        now = time.monotonic()
+        return self.seconds + now - (now if self._started is None else self._started)
 
     def update(self, num_steps, statistics, episodes, policy_lag):
         """Counts one update and logs it.
@@ -263,10 +297,11 @@ class Run:
                     save=False,
                 )
             if not math.isfinite(x):
+                where = f"step {self.step} (update {self.updates})"
+                if faulty := ranks.current.faulty_ranks():
+                    where += f" on rank {faulty}"
                 raise Stop(
-                    f"{name} is {x} at step {self.step} (update {self.updates}); "
-                    f"{self.last_checkpoint()}",
-                    save=False,
+                    f"{name} is {x} at {where}; {self.last_checkpoint()}", save=False
                 )
             self._add(name, x)
         self._add("policy_lag", policy_lag)
@@ -276,19 +311,46 @@ class Run:
         for metrics in self.take_metrics():
             for name, x in metrics.items():
                 self._add(f"episode/{name}", x)
-        self.returns.extend(episodes["episode_return"])
-        self.episodes += len(episodes["episode_return"])
+        self._count(episodes["episode_return"])
+        self._own_returns += episodes["episode_return"]
         self.loss = next(iter(statistics.values()), math.nan)
         interval = self.flags.log_interval_steps
         if self.step // interval > self._row_step // interval:
             self._write_row()
-        self.display.update()
+        if self.display is not None:
+            self.display.update()
 
     def _add(self, name, x):
-        total, count = self._sums.get(name, (0.0, 0))
-        self._sums[name] = (total + x, count + 1)
+        total, count = self._own.get(name, (0.0, 0))
+        self._own[name] = (total + x, count + 1)
+
+    def _count(self, returns):
+        self.returns.extend(returns)
+        self.episodes += len(returns)
+
+    def _put_together(self):
+        """Adds up what the learners have counted since they did this last. Returns
+        their stages' seconds, added up."""
+        own = ranks.current.rank, self._own, self._own_returns, self.stage_seconds()
+        seconds = {}
+        for rank, sums, returns, stage_seconds in ranks.current.all_gather(own):
+            for name, (total, count) in sums.items():
+                before = self._sums.get(name, (0.0, 0))
+                self._sums[name] = (before[0] + total, before[1] + count)
+            for name, s in stage_seconds.items():
+                seconds[name] = seconds.get(name, 0) + s
+            if rank != ranks.current.rank:
+                self._count(returns)
+        self._own, self._own_returns = {}, []
+        return seconds
 
     def _write_row(self):
+        stage_seconds = self._put_together()
+        if ranks.current.rank == 0:
+            self._write(stage_seconds)
+        self._sums, self._row_step = {}, self.step
+
+    def _write(self, stage_seconds):
         now = time.monotonic()
         row = dict.fromkeys(COLUMNS)
         row.update((name, total / count) for name, (total, count) in self._sums.items())
@@ -301,10 +363,8 @@ class Run:
             episodes=self._sums.get("episode_return", (0, 0))[1],
             rss_mb=round(machine.rss_mb(), 1),
         )
-        stage_seconds = self.stage_seconds()
         row.update(stages.shares(stage_seconds, self._row_stages))
-        self._sums, self._row_stages = {}, stage_seconds
-        self._row_at, self._row_step = now, self.step
+        self._row_at, self._row_stages = now, stage_seconds
         with self.disk_errors():
             if new := [name for name in row if name not in self._log.fieldnames]:
                 row = self._add_columns(new, row)
@@ -316,18 +376,10 @@ class Run:
     def save(self, agent):
         """Writes model.tar, atomically: the agent, the counters, the flags, the random
         numbers."""
-        if self.flags.disable_checkpoint:
+        self._put_together()
+        if self.flags.disable_checkpoint or ranks.current.rank > 0:
             return
-        saved = dict(
-            agent=agent.state_dict(),
-            flags=machine.plain(vars(self.flags)),
-            step=self.step,
-            updates=self.updates,
-            episodes=self.episodes,
-            seconds=self.elapsed,
-            returns=list(self.returns),
-            rng=seeds.get_rng_state(),
-        )
+        saved = self._state(agent)
         mean = sum(self.returns) / max(1, len(self.returns))
         best = len(self.returns) == self.returns.maxlen and mean > self._best
         saved["best"] = mean if best else self._best
@@ -341,9 +393,22 @@ class Run:
         self._best = saved["best"]
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
+    def _state(self, agent):
+        return dict(
+            agent=agent.state_dict(),
+            flags=machine.plain(vars(self.flags)),
+            step=self.step,
+            updates=self.updates,
+            episodes=self.episodes,
+            seconds=self.elapsed,
+            returns=list(self.returns),
+            best=self._best,
+            rng=seeds.get_rng_state(),
+        )
+
     def note(self, text):
         """Adds a text to out.log that is printed otherwise."""
-        with contextlib.suppress(OSError), open(self.path / "out.log", "a") as f:
+        with contextlib.suppress(OSError), open(self._out_path, "a") as f:
             f.write(text)
 
     def save_is_due(self):
@@ -379,8 +444,7 @@ def run_path(flags) -> pathlib.Path:
                 raise BadInput(f"--savedir {savedir}: {e}") from e
             flags.xpid = path.name
             return path
-        now = datetime.datetime.now()
-        flags.xpid = f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+        flags.xpid = ranks.current.new_xpid()
     surrogates = re.search("[\ud800-\udfff]", flags.xpid)  # Of bytes that are no text.
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid or surrogates:
         raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")

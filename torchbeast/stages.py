@@ -4,7 +4,7 @@ from torchbeast.machine import num_cores
 
 STAGES = {
     "streams": ("environment_wait", "inference_queue", "inference", "rollout_queue"),
-    "learner": ("learner_wait", "update"),
+    "learner": ("learner_wait", "vote", "update", "reduction"),
 }
 REMEDIES = {
     "environment_wait": "environments: more of them together (--envs_per_server), more "

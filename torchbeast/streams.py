@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter
 
-from torchbeast import devices, rollouts, tls
+from torchbeast import devices, ranks, rollouts, tls
 from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
 from torchbeast.environment import NAME, leaves
 from torchbeast.flags import number, path
@@ -90,7 +90,8 @@ def check_sizes(flags, step, specs):
             )
         num_envs = flags.num_servers * flags.envs_per_server
     # Those that are filled, those in the queue, and those that are learned from.
-    rollouts.check_memory(specs, num_envs + 3 * flags.batch_size)
+    batch_size = ranks.current.share(flags.batch_size)
+    rollouts.check_memory(specs, num_envs + 3 * batch_size)
 
 
 def addresses(flags):
@@ -105,7 +106,7 @@ def addresses(flags):
             return read(flag[1:], flags)
         if found := parse(flag):
             tls.check(flags, found)
-            return found
+            return of_this_rank(found)
     except (OSError, ValueError) as e:
         file = f" {flag}" if flag.startswith("@") else ""
         raise BadInput(f"--server_addresses{file}: {reason(e)}") from e
@@ -132,9 +133,19 @@ def read(path, flags):
         raise ValueError("expected a file")
     if found := parse(path.read_text(encoding="utf-8-sig")):
         tls.check(flags, found)
+        found = of_this_rank(found)
         allow_open_files(FILES_PER_STREAM * len(found))
         return found
     raise ValueError("no address in it")
+
+
+def of_this_rank(found):
+    """Returns every N-th address from this rank's number on. Raises BadInput if there
+    are fewer than ranks."""
+    rank, num = ranks.current.rank, ranks.current.num
+    if len(found) < num:
+        raise BadInput(f"{len(found)} addresses for {num} learners")
+    return found[rank::num]
 
 
 def reason(error):

@@ -4,6 +4,8 @@ import threading
 
 import torch
 
+from torchbeast import ranks
+
 
 class Threads:
     """Threads of one training. When one of them returns or raises, all have to end.
@@ -29,6 +31,7 @@ class Threads:
                 body()
             except BaseException as e:  # sys.exit() in a network, too.
                 self._errors.append(e)
+                ranks.current.leave(e)
             finally:
                 self.stop.set()
 
@@ -47,10 +50,16 @@ class Threads:
             while not self.stop.wait(0.2):
                 signals.check()
                 watch()
+        except BaseException as e:
+            ranks.current.leave(e)
+            raise
         finally:
             self.stop.set()
             end()
             for thread in started:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(5)
+                    if ranks.current.lost:  # It may wait for the others for ever.
+                        break
         if self._errors:
             raise self._errors[0]

@@ -1,0 +1,26 @@
+"""An agent that does on one rank what FAULT says, at its 20th update."""
+
+import os
+import sys
+
+import torch
+
+import polybeast
+from polybeast import parser  # noqa: F401 (part of an agent)
+from torchbeast import ranks
+
+
+class Agent(polybeast.Agent):
+    def learn(self, batch):
+        rank, fault = ranks.current.rank, os.environ["FAULT"]
+        if self.updates == 20 and rank == 1:
+            if fault == "raises":
+                raise KeyError("nothing")
+            if fault == "exits":
+                sys.exit("enough")
+            if fault == "nan":
+                batch["reward"][:] = torch.nan
+        if fault == "differs":  # As with gradients that nobody sums.
+            with torch.no_grad():
+                next(self.net.parameters()).add_(1e-3 * rank)
+        return super().learn(batch)

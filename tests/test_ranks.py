@@ -1,0 +1,216 @@
+"""Several learners, which torchrun starts."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.programs import (
+    ROOT,
+    SERIAL,
+    Program,
+    args,
+    load,
+    main,
+    mono_first,
+    read_logs,
+    run,
+    wait_for_steps,
+)
+
+LOG = ("--log_interval_steps", 40)  # A line for every update.
+RESTARTS = ("--standalone", "--max-restarts", "2")
+
+
+def serial(savedir, *others, **kwargs):
+    return args("monobeast", savedir, *SERIAL, *LOG, "--seed", 1, *others, **kwargs)
+
+
+def lines(result):
+    """What the programs print, without torchrun's own."""
+    return [
+        line
+        for line in result.stderr.splitlines()
+        if re.match(r"\[..:..:..\]|monobeast: error|polybeast: error", line)
+    ]
+
+
+def refusal(*args, **kwargs):
+    """The one line with which the first rank refuses these arguments."""
+    result = run(*args, **kwargs)
+    assert re.search("exitcode +: 2", result.stderr), result.stderr
+    [line] = set(lines(result))  # Twice, if torchrun starts them again.
+    return line
+
+
+def test_gradients_of_two_ranks_are_those_of_one_with_both_batches():
+    flags = ("--standalone", "--nproc-per-node", "2")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "tests.sums"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(savedir):
+    result = run(*serial(savedir, steps=800), ranks=2)
+    assert result.returncode == 0, result.stderr
+    path = savedir / "x"
+    rows = read_logs(path)
+    assert [int(row["step"]) for row in rows] == list(range(40, 801, 40))
+    assert all(float(row["vote"]) > 0 and float(row["reduction"]) > 0 for row in rows)
+    assert load(savedir)["step"] == 800 and load(savedir)["updates"] == 20
+    # Both act: each update's 40 steps are of two environments.
+    episodes = sum(int(row["episodes"]) for row in rows)
+    assert load(savedir)["episodes"] == episodes >= 20
+    assert len(json.loads((path / "meta.json").read_text())["ranks"]) == 2
+    assert "rank 1: " in (path / "out.rank1.log").read_text()
+    assert not any("rank 1" in line for line in lines(result))
+
+    result = main(*serial(savedir, steps=1200))
+    assert result.returncode == 0, result.stderr
+    result = run(*serial(savedir, "--batch_size", 3, steps=1500), ranks=3)
+    assert result.returncode == 0, result.stderr
+    assert "resuming" in result.stderr and "batch_size 3 (before: 2)" in result.stderr
+    assert load(savedir)["step"] == 1500
+    assert [int(row["step"]) for row in read_logs(path)][-3:] == [1380, 1440, 1500]
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_losses(tmp_path):
+    losses = []
+    for name in ("a", "b"):
+        result = run(*serial(tmp_path / name, steps=800), ranks=2)
+        assert result.returncode == 0, result.stderr
+        losses.append([row["total_loss"] for row in read_logs(tmp_path / name / "x")])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.survives("rank-signal")
+@mono_first
+def test_a_signal_to_one_rank_ends_all_at_the_same_update(savedir, module):
+    flags = args(module, savedir, *LOG)
+    with Program(*flags, module=module, ranks=2) as program:
+        wait_for_steps(savedir, 400)
+        [_, second] = program.ranks()
+        subprocess.run(["kill", "-TERM", str(second)], check=True)
+        program.end()
+    step = load(savedir)["step"]
+    assert int(read_logs(savedir / "x")[-1]["step"]) == step
+    for name in ("out.log", "out.rank1.log"):
+        assert "rank 1: stopped by SIGTERM" in (savedir / "x" / name).read_text()
+    assert f"step {step} of" in program.output
+
+
+@pytest.mark.survives("rank-signal")
+def test_a_signal_to_torchrun_ends_all_with_a_checkpoint(savedir):
+    with Program(*serial(savedir), ranks=2) as program:
+        wait_for_steps(savedir, 400)
+        program.signal(signal.SIGTERM)
+        program.end()
+    assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"])
+    assert "stopped by SIGTERM" in program.output
+
+
+@pytest.mark.survives("rank-killed")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir, rank):
+    flags = serial(savedir, "--checkpoint_interval_seconds", 1e-9, steps=6000)
+    with Program(*flags, ranks=2, torchrun=RESTARTS) as program:
+        wait_for_steps(savedir, 400)
+        subprocess.run(["kill", "-KILL", str(program.ranks()[rank])], check=True)
+        assert program.end() == 0, program.output
+    assert load(savedir)["step"] == 6000
+    assert "resuming" in program.output
+    steps = [int(row["step"]) for row in read_logs(savedir / "x")]
+    assert steps == list(range(40, 6001, 40))
+    if rank == 1:
+        assert re.search(
+            r"another rank is gone: .*\[127.0.0.1\]:\d+\S*( Connection .* by peer)?",
+            program.output,
+        )
+        assert "GLHF" not in program.output
+
+
+@pytest.mark.survives("rank-raises")
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("raises", "rank 1: KeyError: 'nothing'"),
+        ("exits", "rank 1: SystemExit: enough"),
+        (
+            "nan",
+            r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
+        ),
+        ("differs", "rank 1 has other weights than rank 0"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_ends_all_and_names_it(
+    savedir, fault, message, monkeypatch
+):
+    monkeypatch.setenv("FAULT", fault)
+    flags = serial(savedir, "--agent", "tests.ranks_agent", steps=2000)
+    result = run(*flags, ranks=2)
+    assert result.returncode != 0
+    assert any(re.search(message, line) for line in lines(result)), result.stderr
+    saved = (savedir / "x" / "model.tar").exists()
+    assert saved == (fault in ("raises", "exits"))
+    if saved:
+        assert load(savedir)["updates"] == 20
+
+
+# Bad input.
+
+
+def test_what_one_rank_alone_cannot_learn_is_refused_in_one_line(savedir):
+    line = refusal(*serial(savedir, "--batch_size", 3), ranks=2)
+    assert line == (
+        "monobeast: error: --batch_size 3 is of all ranks together: expected a "
+        "multiple of 2, their number"
+    )
+    assert "needs no torchrun" in refusal("--mode", "test", ranks=2)
+    flags = ("--server_addresses", "localhost:5001")
+    line = refusal(*flags, module="polybeast", ranks=2)
+    assert line == "polybeast: error: --server_addresses: 1 addresses for 2 learners"
+    assert not savedir.exists()
+
+
+def test_a_run_that_could_not_be_resumed_is_refused(savedir):
+    flags = ("--max-restarts", "1", "--master-port", "29777")
+    line = refusal("--savedir", savedir, ranks=2, torchrun=flags)
+    assert "torchrun could not resume this run: expected --xpid" in line
+
+
+def test_ranks_with_different_flags_are_refused(savedir):
+    """As on two hosts whose commands differ."""
+    hosts = ("--nnodes", "2", "--master-port", "29778", "--node-rank")
+    one = Program(*serial(savedir), ranks=1, torchrun=(*hosts, "0"))
+    two = Program(
+        *serial(savedir, "--unroll_length", 7), ranks=1, torchrun=(*hosts, "1")
+    )
+    with one, two:
+        for program in (one, two):
+            program.wait_for(
+                "error: rank 1 has --unroll_length 7, rank 0 20: expected the same"
+            )
+            assert program.end() == 1
+    assert not savedir.exists()
+
+
+@pytest.mark.slow
+def test_three_ranks_learn(savedir):
+    """With gradients of all of them: each alone has a batch of one."""
+    flags = ("--env", "tests.envs:torchbeast/Catch-v0", "--savedir", savedir, "--xpid",
+             "x", "--seed", 1, *SERIAL, "--envs_per_actor", 4, "--batch_size", 6,
+             "--total_steps", 40_000, "--learning_rate", 2e-3)  # fmt: skip
+    result = run(*flags, ranks=3)
+    assert result.returncode == 0, result.stderr
+    assert sum(load(savedir)["returns"]) > 90
+    assert torch.tensor(load(savedir)["returns"]).numel() == 100
