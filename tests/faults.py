@@ -566,7 +566,4 @@ def test_a_full_disk_of_the_first_rank_ends_all(tmp_path):
             (path / "other").write_bytes(bytes(os.statvfs(path).f_bavail * 4096))
             program.end()
     assert "No space left on device" in program.output
-    assert (
-        "Traceback (most recent call last)"
-        not in program.output.partition("torch/distributed/elastic")[0]
-    )
+    assert program.output.count("Traceback") <= 1  # Torchrun's own.
