@@ -46,7 +46,7 @@ from torchbeast.flags import (
 from torchbeast.gradients import set_gradients
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.machine import num_cores
-from torchbeast.process import BadInput, Stop, allow_open_files, log
+from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.servers import Servers
@@ -397,10 +397,11 @@ def train(flags):
     except ImportError as e:
         raise BadInput(str(e)) from e
     set_defaults(flags)
-    pem = tls.load(flags, "learner")
     addresses = streams.addresses(flags)  # None: servers of its own.
+    listen = streams.listen_address(flags)
+    pem = tls.load(flags, *["client"] * bool(addresses), *["server"] * bool(listen))
     num_streams = flags.num_servers if addresses is None else len(addresses)
-    allow_open_files(streams.FILES_PER_STREAM * num_streams)
+    streams.check_open_files(flags, num_streams)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
@@ -440,7 +441,7 @@ def train(flags):
             flags.unroll_length,
             learner_queue,
             inference_batcher,
-            addresses or servers.start_here(flags),
+            servers.start_here(flags) if addresses is None else addresses,
             agent.initial_state(1),
             observation_space=str(env.observation_space),
             action_space=str(env.action_space),
@@ -450,8 +451,13 @@ def train(flags):
             max_rollouts=learner.rollouts_left,
             **pem,
             step=map_structure(torch.as_tensor, step),
+            listen=listen,
+            max_streams=flags.max_streams,
+            welcome_timeout_s=flags.env_timeout_seconds,
         )
         where = f"learner on {device}, inference on {actor_device}"
+        if listen:
+            where += f", hosts may dial {listen}"
         log.info(
             f"{flags.env}: {num_streams} streams, {where}, {flags.precision}; "
             f"results in {run.path}"
@@ -478,13 +484,6 @@ def train(flags):
             servers.restart_ended(rollouts_of)
             watched_streams.check()
 
-        def describe():
-            status = actors.status()
-            running = sum(s["state"] == "running" for s in status)
-            return f"{running} of {len(status)} streams are connected"
-
-        ranks.current.describe = describe
-
         def end():
             actors.stop()
             inference_batcher.close()
@@ -493,6 +492,7 @@ def train(flags):
         threads = Threads()
         lock = threading.Lock()  # One thread updates the weights.
         watched_streams = streams.Streams(actors, flags)
+        ranks.current.describe = watched_streams.describe
         threads.add("actors", act)
         for i in range(flags.num_inference_threads):
             threads.add(f"inference-{i}", infer)

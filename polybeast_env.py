@@ -1,17 +1,20 @@
 """The environments of all programs, and the command that serves them to PolyBeast.
 
     python -m polybeast_env --env PongNoFrameskip-v4 --address 127.0.0.1:50051
+    python -m polybeast_env --env PongNoFrameskip-v4 --learner 127.0.0.1:50050
 
 Each server is a process, at an address of its own (ports, or names of Unix sockets, are
 counted up from the first), and gives each learner that connects a new batch of
-environments. Server hosts need neither torch nor a compiler, so nothing in here imports
-torch.
+environments. With --learner each process dials a learner instead (polybeast --listen),
+for as long as it lives. Hosts of environments need neither torch nor a compiler, so
+nothing in here imports torch.
 """
 
 import argparse
 import signal
 import sys
 import time
+from itertools import cycle, islice
 
 import atari_wrappers
 from torchbeast import environment, tls
@@ -19,6 +22,7 @@ from torchbeast.batch import MAX_ENVS
 from torchbeast.flags import Parser, number, run_command
 from torchbeast.machine import num_cores
 from torchbeast.process import (
+    BadInput,
     allow_open_files,
     handle_signals,
     log,
@@ -84,11 +88,14 @@ def parser():
     )
     # fmt: off
     g = p.add_argument_group("servers")
-    g.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT",
+    g.add_argument("--address", metavar="HOST:PORT",
                    help="address of the first server, or unix:PATH; the others count "
-                   "up (default: %(default)s)")
+                   "up (default: 127.0.0.1:50051)")
+    g.add_argument("--learner", metavar="HOST:PORT,...",
+                   help="learners to dial (polybeast --listen), one after the other "
+                   "by each process")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
-                   help="server processes (default: one per core)")
+                   help="processes (default: one per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), default=8,
                    metavar="E",
                    help="environments of each stream (default: %(default)s)")
@@ -106,9 +113,18 @@ def serve(flags):
 
     if flags.num_servers is None:
         flags.num_servers = num_cores()
-    addresses = servers.count_up(flags.address, flags.num_servers)
-    tls.check(flags, addresses)
-    tls.load(flags, "server")
+    if flags.learner is None:
+        address = flags.address or "127.0.0.1:50051"
+        where = servers.count_up(address, flags.num_servers)
+    else:
+        if flags.address is not None:
+            raise BadInput("expected --address or --learner, not both")
+        flags.learner = servers.parse(flags.learner)
+        if not flags.learner:
+            raise BadInput("--learner is empty, expected HOST:PORT,...")
+        where = list(islice(cycle(flags.learner), flags.num_servers))
+    tls.check(flags, where)
+    tls.load(flags, "server" if flags.learner is None else "client")
     allow_open_files(max(4 * flags.num_servers, server.MAX_STREAMS))
     # BadInput is to be raised here, not in a process.
     environment.probe(create_env, flags, min(2, flags.envs_per_server))
@@ -117,12 +133,11 @@ def serve(flags):
     if flags.insecure:
         log.warning(tls.INSECURE)
     with servers.Servers(create_env) as running:
-        running.start(flags, addresses)
+        running.start(flags, where)
+        what = "at" if flags.learner is None else "for the learners"
         log.info(
-            "%s: %d environments for each stream at %s",
-            flags.env,
-            flags.envs_per_server,
-            ", ".join(addresses),
+            f"{flags.env}: {flags.envs_per_server} environments for each stream "
+            f"{what} {', '.join(where)}"
         )
         while not received:
             time.sleep(0.2)

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <list>
 #include <memory>
@@ -41,6 +42,7 @@ inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
 
 inline constexpr size_t kMaxMetricsWaiting = 1 << 24;  // Bytes of them.
 inline constexpr size_t kMaxMetrics = 10'000;          // Episodes whose metrics wait.
+inline constexpr size_t kMaxDeparted = 1000;           // Streams whose end waits.
 
 struct NoPayload {};
 using LearnerQueue = BatchingQueue<NoPayload>;
@@ -55,10 +57,13 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 //
 //   run()     blocks until stop(). Throws runtime_error, with what each server said, if
 //             none could be reached within connect_timeout_s.
+//   accept()  steps the environments of a stream that a host has opened (listener.h), in
+//             the calling thread, until it ends. Nobody connects again.
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
 //             that wait for the batcher or the queue end when these are served or
 //             closed: close them, too.
-//   add(), remove(), status(), rollouts(), stage_seconds(), take_metrics()
+//   add(), remove(), status(), rollouts(), stage_seconds(), take_metrics(),
+//   take_departed()
 //             any thread, any time; never block for long.
 //
 // All actors together deliver exactly max_rollouts, and then wait for stop().
@@ -73,6 +78,8 @@ class ActorPool {
     int64_t unroll_length = 20;
     int64_t seed = 0;
     double connect_timeout_s = 60;
+    int64_t max_streams = 0;         // That hosts open.
+    double welcome_timeout_s = 300;  // Of those.
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
@@ -92,6 +99,7 @@ class ActorPool {
     int64_t reconnects = 0;  // Streams that failed.
     int64_t failures = 0;  // Of these since its last rollout, where a server answered.
     std::string last_error;
+    bool dialed_in = false;  // The host has opened it.
   };
 
   // What became of all rollouts so far, removed actors' included. begun is the sum of
@@ -157,8 +165,11 @@ class ActorPool {
       const auto timeout = std::chrono::duration<double>(options_.connect_timeout_s);
       const auto until =
           Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
-      wait(&lock, &changed_, blocking, until, [&] { return stopping_ || reached_; });
-      if (!stopping_ && !reached_) {
+      // Hosts may come when they like.
+      if (options_.max_streams == 0) {
+        wait(&lock, &changed_, blocking, until, [&] { return stopping_ || reached_; });
+      }
+      if (!stopping_ && !reached_ && options_.max_streams == 0) {
         std::string errors;
         for (const Actor& actor : actors_) {
           errors +=
@@ -168,7 +179,10 @@ class ActorPool {
         throw std::runtime_error("no environment server could be reached within " +
                                  seconds(options_.connect_timeout_s) + " s" + errors);
       }
-      wait(&lock, &changed_, blocking, std::nullopt, [&] { return stopping_; });
+      while (!wait(&lock, &changed_, blocking, Clock::now() + std::chrono::seconds(1),
+                   [&] { return stopping_; })) {
+        hang_up_on_silent();
+      }
     } catch (...) {
       stop();
       inference_batcher_->close();
@@ -186,6 +200,7 @@ class ActorPool {
       std::lock_guard<std::mutex> lock(mu_);
       stopping_ = true;
       for (Actor& actor : actors_) cancel(&actor);
+      for (Actor& guest : guests_) cancel(&guest);
     }
     changed_.notify_all();
   }
@@ -224,6 +239,59 @@ class ActorPool {
     return found;
   }
 
+  // As they share them, the ends of a stream, on the learner's side.
+  using Reader = grpc::internal::ReaderInterface<grpc::ByteBuffer>;
+  using Writer = grpc::internal::WriterInterface<protocol::Request>;
+
+  // Returns why the stream ended. cancel() has to make it end.
+  grpc::Status accept(const std::string& address, Writer* writer, Reader* reader,
+                      std::function<void()> cancel) {
+    Actor* guest = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (stopping_) return {grpc::StatusCode::UNAVAILABLE, "the learner ends"};
+      if (static_cast<int64_t>(guests_.size()) >= options_.max_streams) {
+        return {grpc::StatusCode::RESOURCE_EXHAUSTED,
+                "this learner has " + std::to_string(options_.max_streams) +
+                    " streams already (--max_streams)"};
+      }
+      guest = &guests_.emplace_back();
+      guest->status.stream = num_added_++;
+      guest->status.address = address;
+      guest->status.state = "connecting";
+      guest->status.dialed_in = true;
+      guest->cancel = std::move(cancel);
+      guest->since = Clock::now();
+    }
+    grpc::StatusCode code = grpc::StatusCode::FAILED_PRECONDITION;
+    std::string error;
+    try {
+      converse(guest, writer, reader);
+      error = guest->silent ? "no environments came within " +
+                                  seconds(options_.welcome_timeout_s) + " s"
+                            : "the host is gone";
+    } catch (const Closed&) {
+      code = grpc::StatusCode::UNAVAILABLE;
+      error = "the learner ends";
+    } catch (const std::exception& e) {
+      error = std::string(e.what()).substr(0, kMaxErrorBytes);
+    }
+    std::lock_guard<std::mutex> lock(mu_);
+    (stopping_ ? rollouts_.ended : rollouts_.lost) += guest->filling;
+    if (!stopping_ && departed_.size() < kMaxDeparted) {
+      guest->status.last_error = error;
+      departed_.push_back(guest->status);
+    }
+    guests_.remove_if([&](const Actor& other) { return &other == guest; });
+    return {code, error};
+  }
+
+  // Streams that hosts had opened, and that have ended since the last call.
+  [[nodiscard]] std::vector<Status> take_departed() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return std::exchange(departed_, {});
+  }
+
   [[nodiscard]] StageSeconds stage_seconds() const {
     std::lock_guard<std::mutex> lock(mu_);
     return stage_seconds_;
@@ -243,8 +311,11 @@ class ActorPool {
     for (const Actor& actor : actors_) {
       if (!actor.removed) result.push_back(actor.status);
     }
+    for (const Actor& guest : guests_) result.push_back(guest.status);
     return result;
   }
+
+  [[nodiscard]] const Options& options() const { return options_; }
 
   [[nodiscard]] Rollouts rollouts() const {
     std::lock_guard<std::mutex> lock(mu_);
@@ -255,8 +326,10 @@ class ActorPool {
   struct Actor {  // All but the thread guarded by mu_.
     Status status;
     bool removed = false;
-    int64_t filling = 0;  // Rollouts that are begun and not delivered.
-    grpc::ClientContext* context = nullptr;  // Of the stream that is under way.
+    int64_t filling = 0;           // Rollouts that are begun and not delivered.
+    std::function<void()> cancel;  // The stream that is under way.
+    Clock::time_point since;       // Of a host's stream.
+    bool silent = false;           // It took too long.
     std::thread thread;
   };
 
@@ -266,7 +339,16 @@ class ActorPool {
     actor->thread = std::thread([this, actor] { act(actor); });
   }
   static void cancel(Actor* actor) {
-    if (actor->context != nullptr) actor->context->TryCancel();
+    if (actor->cancel) actor->cancel();
+  }
+  void hang_up_on_silent() {
+    const auto timeout = std::chrono::duration<double>(options_.welcome_timeout_s);
+    for (Actor& guest : guests_) {
+      if (guest.status.state == "running" || Clock::now() - guest.since < timeout)
+        continue;
+      guest.silent = true;
+      cancel(&guest);
+    }
   }
   [[nodiscard]] bool ends(const Actor& actor) const {
     return stopping_ || actor.removed;
@@ -366,7 +448,7 @@ class ActorPool {
     const std::unique_ptr<Stream> stream(
         Factory::Create(channel.get(), method, &context));
     try {
-      converse(actor, stream.get());
+      converse(actor, stream.get(), stream.get());
     } catch (...) {
       context.TryCancel();
       (void)stream->Finish();
@@ -406,13 +488,13 @@ class ActorPool {
   }
 
  protected:
-  // Responses are parsed by read(), which first looks at what that would cost.
   using Stream = grpc::ClientReaderWriterInterface<protocol::Request, grpc::ByteBuffer>;
 
-  // False if the other side has ended the stream.
-  static bool read(Stream* stream, protocol::Response* response) {
+  // Looks at what parsing would cost before it parses. False if the other side has ended
+  // the stream.
+  static bool read(Reader* reader, protocol::Response* response) {
     grpc::ByteBuffer bytes;
-    if (!stream->Read(&bytes)) return false;
+    if (!reader->Read(&bytes)) return false;
     // A reader each, as they end in bytes that cannot be read again.
     grpc::ProtoBufferReader first(&bytes);
     check_size(&first);
@@ -420,11 +502,12 @@ class ActorPool {
     if (!response->ParseFromZeroCopyStream(&second)) {
       throw std::runtime_error("the server sent a message that cannot be parsed");
     }
+    if (response->has_error()) throw std::runtime_error(response->error());
     return true;
   }
 
   // Returns when the other side has ended the stream.
-  void converse(Actor* actor, Stream* stream) {
+  void converse(Actor* actor, Writer* writer, Reader* reader) {
     protocol::Request request;
     request.mutable_hello()->set_version(kProtocolVersion);
     request.mutable_hello()->set_seed(options_.seed);
@@ -433,11 +516,11 @@ class ActorPool {
       request.mutable_hello()->set_stream(actor->status.stream);
       request.mutable_hello()->set_connection(actor->status.reconnects);
     }
-    if (!stream->Write(request)) return;
+    if (!writer->Write(request)) return;
     request.clear_hello();
 
     const auto response = std::make_shared<protocol::Response>();
-    if (!read(stream, response.get())) return;
+    if (!read(reader, response.get())) return;
     const protocol::Welcome& welcome = response->welcome();
     check(welcome);
     const int64_t num_envs = welcome.num_envs();
@@ -503,9 +586,9 @@ class ActorPool {
         encode_arrays({action_spec.structure, {outputs.action}},
                       request.mutable_action());
         const auto asked_at = Clock::now();
-        if (!stream->Write(request)) return;
+        if (!writer->Write(request)) return;
         step.leaves.clear();
-        if (!read(stream, response.get())) return;
+        if (!read(reader, response.get())) return;
         const auto answered_at = Clock::now();
         step = decode();
         rollout.write_step(t + 1, step.leaves);
@@ -620,14 +703,14 @@ class ActorPool {
     Reach(ActorPool* pool, Actor* actor, grpc::ClientContext* context)
         : pool_(pool), actor_(actor) {
       std::lock_guard<std::mutex> lock(pool_->mu_);
-      actor_->context = context;
+      actor_->cancel = [context] { context->TryCancel(); };
       if (pool_->ends(*actor)) context->TryCancel();
     }
     Reach(const Reach&) = delete;
     Reach& operator=(const Reach&) = delete;
     ~Reach() {
       std::lock_guard<std::mutex> lock(pool_->mu_);
-      actor_->context = nullptr;
+      actor_->cancel = nullptr;
     }
 
    private:
@@ -687,6 +770,8 @@ class ActorPool {
   std::condition_variable changed_;   // stopping_, reached_ or an actor's `removed` is
                                       // set, or rollouts_.delivered shrank.
   std::list<Actor> actors_;           // Guarded by mu_. Shrinks only in add().
+  std::list<Actor> guests_;           // Guarded by mu_. Streams that hosts opened.
+  std::vector<Status> departed_;      // Guarded by mu_.
   StageSeconds stage_seconds_;        // Guarded by mu_.
   int64_t num_added_ = 0;             // Guarded by mu_.
   Rollouts rollouts_;                 // Guarded by mu_.

@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "actor_pool.h"
 #include "array.h"
 #include "batching_queue.h"
 #include "dlpack.h"
 #include "dynamic_batcher.h"
+#include "listener.h"
 #include "nest.h"
 #include "wire.h"
 
@@ -214,6 +214,20 @@ py::object dequeue_many(Queue* queue) {
 std::unique_ptr<DynamicBatcher::Batch> get_batch(DynamicBatcher* batcher) {
   WithoutGil without_gil;
   return batcher->get_batch(&without_gil);
+}
+
+py::list to_dicts(const std::vector<ActorPool::Status>& statuses) {
+  py::list result;
+  for (const ActorPool::Status& s : statuses) {
+    result.append(py::dict(py::arg("stream") = s.stream, py::arg("address") = s.address,
+                           py::arg("state") = s.state, py::arg("num_envs") = s.num_envs,
+                           py::arg("steps") = s.steps, py::arg("rollouts") = s.rollouts,
+                           py::arg("reconnects") = s.reconnects,
+                           py::arg("failures") = s.failures,
+                           py::arg("last_error") = decode(s.last_error),
+                           py::arg("dialed_in") = s.dialed_in));
+  }
+  return result;
 }
 
 void bind_nest(py::module_ nest) {
@@ -470,7 +484,8 @@ goes on calls set_error().)")
       .def("__len__", &DynamicBatcher::Batch::size, "How many rows it has.");
   m.attr("Batch") = batcher.attr("Batch");
 
-  py::class_<ActorPool>(m, "ActorPool", R"(Steps environment servers, one stream each.
+  py::class_<ListeningPool>(m, "ActorPool",
+                            R"(Steps environment servers, one stream each.
 
 For each step it asks inference_batcher for compute((step, core_state)), nests of
 [1, E, ...] for the E environments of a stream; the answer is (outputs, core_state), where
@@ -497,43 +512,51 @@ Args:
     tls_cert, tls_key, tls_ca: what is in the files, PEM. With them, all three, the
         learner shows tls_cert to servers and accepts those whose certificate is signed
         by tls_ca and names the host of the address. "unix:path" stays without TLS.
+    listen: an address at which hosts open streams while run() lasts: at most max_streams,
+        with the same tls_*. A host whose environments have not come after
+        welcome_timeout_s is hung up on. Hosts are waited for without limit. None if
+        empty.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")
-      .def(
-          py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
-                      std::shared_ptr<DynamicBatcher> inference_batcher,
-                      const std::vector<std::string>& addresses,
-                      const py::object& initial_state, std::string observation_space,
-                      std::string action_space, int64_t seed, double connect_timeout_s,
-                      std::optional<int64_t> max_rollouts, std::string tls_cert,
-                      std::string tls_key, std::string tls_ca, const py::object& step) {
-            // Copied: actors are threads without the GIL.
-            const Nest<Array> state =
-                to_arrays(initial_state).map([](const Array& array) {
-                  const Array owned =
-                      allocate_array(heap_memory, array.dtype, array.shape);
-                  copy(array, owned);
-                  return owned;
-                });
-            return std::make_unique<ActorPool>(
-                ActorPool::Options{
-                    unroll_length, seed, connect_timeout_s,
-                    max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
-                    std::move(observation_space), std::move(action_space),
-                    std::move(tls_cert), std::move(tls_key), std::move(tls_ca),
-                    step.is_none() ? RowSpec() : RowSpec(to_arrays(step))},
-                std::move(learner_queue), std::move(inference_batcher), addresses,
-                state);
-          }),
-          py::arg("unroll_length"), py::arg("learner_queue"),
-          py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
-          py::arg("observation_space") = "", py::arg("action_space") = "",
-          py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
-          py::arg("max_rollouts") = py::none(), py::arg("tls_cert") = "",
-          py::arg("tls_key") = "", py::arg("tls_ca") = "", py::arg("step") = py::none())
+      .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
+                       std::shared_ptr<DynamicBatcher> inference_batcher,
+                       const std::vector<std::string>& addresses,
+                       const py::object& initial_state, std::string observation_space,
+                       std::string action_space, int64_t seed, double connect_timeout_s,
+                       std::optional<int64_t> max_rollouts, std::string tls_cert,
+                       std::string tls_key, std::string tls_ca, const py::object& step,
+                       std::string listen, int64_t max_streams,
+                       double welcome_timeout_s) {
+             // Copied: actors are threads without the GIL.
+             const Nest<Array> state =
+                 to_arrays(initial_state).map([](const Array& array) {
+                   const Array owned =
+                       allocate_array(heap_memory, array.dtype, array.shape);
+                   copy(array, owned);
+                   return owned;
+                 });
+             return std::make_unique<ListeningPool>(
+                 ActorPool::Options{
+                     unroll_length, seed, connect_timeout_s,
+                     listen.empty() ? 0 : max_streams, welcome_timeout_s,
+                     max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
+                     std::move(observation_space), std::move(action_space),
+                     std::move(tls_cert), std::move(tls_key), std::move(tls_ca),
+                     step.is_none() ? RowSpec() : RowSpec(to_arrays(step))},
+                 std::move(listen), std::move(learner_queue),
+                 std::move(inference_batcher), addresses, state);
+           }),
+           py::arg("unroll_length"), py::arg("learner_queue"),
+           py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
+           py::arg("observation_space") = "", py::arg("action_space") = "",
+           py::arg("seed") = 0, py::arg("connect_timeout_s") = 60,
+           py::arg("max_rollouts") = py::none(), py::arg("tls_cert") = "",
+           py::arg("tls_key") = "", py::arg("tls_ca") = "",
+           py::arg("step") = py::none(), py::arg("listen") = "",
+           py::arg("max_streams") = 1024, py::arg("welcome_timeout_s") = 300)
       .def(
           "run",
-          [](ActorPool& self) {
+          [](ListeningPool& self) {
             try {
               WithoutGil without_gil;
               self.run(&without_gil);
@@ -545,35 +568,28 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "Blocks until stop(). RuntimeError, with what each server said, if none "
           "could be\n"
           "reached; learner_queue and inference_batcher are closed then.")
-      .def("stop", &ActorPool::stop, py::call_guard<py::gil_scoped_release>(),
+      .def("stop", &ListeningPool::stop, py::call_guard<py::gil_scoped_release>(),
            "Ends all streams. Close inference_batcher and learner_queue, too: actors "
            "may be\n"
            "waiting for them.")
-      .def("add", &ActorPool::add, py::arg("address"), "Another stream.")
-      .def("remove", &ActorPool::remove, py::arg("address"),
+      .def("add", &ListeningPool::add, py::arg("address"), "Another stream.")
+      .def("remove", &ListeningPool::remove, py::arg("address"),
            "Ends the streams to this address. False if there is none.")
       .def(
-          "status",
-          [](const ActorPool& self) {
-            py::list result;
-            for (const ActorPool::Status& s : self.status()) {
-              result.append(
-                  py::dict(py::arg("stream") = s.stream, py::arg("address") = s.address,
-                           py::arg("state") = s.state, py::arg("num_envs") = s.num_envs,
-                           py::arg("steps") = s.steps, py::arg("rollouts") = s.rollouts,
-                           py::arg("reconnects") = s.reconnects,
-                           py::arg("failures") = s.failures,
-                           py::arg("last_error") = decode(s.last_error)));
-            }
-            return result;
-          },
+          "status", [](const ListeningPool& self) { return to_dicts(self.status()); },
           "A dict for each stream: stream (its number), address, state, num_envs, "
           "steps,\n"
           "rollouts, reconnects, failures (of these since its last rollout, where a "
-          "server\nanswered), last_error in the server's words.")
+          "server\nanswered), last_error in the server's words, dialed_in (the host "
+          "opened it).")
+      .def(
+          "take_departed",
+          [](ListeningPool& self) { return to_dicts(self.take_departed()); },
+          "Streams that hosts opened and that have ended since the last call, as of\n"
+          "status(); last_error says why.")
       .def(
           "take_metrics",
-          [](ActorPool& self) {
+          [](ListeningPool& self) {
             py::list result;
             for (const std::string& text : self.take_metrics()) {
               result.append(py::bytes(text));
@@ -583,7 +599,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "The metrics of episodes since the last call: bytes, JSON, of each.")
       .def(
           "rollouts",
-          [](const ActorPool& self) {
+          [](const ListeningPool& self) {
             const ActorPool::Rollouts r = self.rollouts();
             return py::dict(py::arg("begun") = r.begun,
                             py::arg("delivered") = r.delivered,
@@ -596,7 +612,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "the others and of those that are being filled.")
       .def(
           "stage_seconds",
-          [](const ActorPool& self) {
+          [](const ListeningPool& self) {
             const ActorPool::StageSeconds s = self.stage_seconds();
             return py::dict(py::arg("environment_wait") = s.environment_wait,
                             py::arg("inference_queue") = s.inference_queue,

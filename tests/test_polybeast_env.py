@@ -20,11 +20,11 @@ from tests import fuzz_requests
 from tests.programs import ROOT, Program, run
 from torchbeast import protocol
 from torchbeast import torchbeast_pb2 as pb
+from torchbeast.addresses import count_up
 from torchbeast.environment import Environment, leaves, make
 from torchbeast.process import SIGNALS, BadInput
 from torchbeast.seeds import derive_seed
 from torchbeast.server import MAX_STREAMS, EnvironmentServer, start_threads
-from torchbeast.servers import count_up
 
 COUNTER = "tests.envs:torchbeast/Counter-v0"
 NESTED = "tests.faulty_envs:Nested-v0"

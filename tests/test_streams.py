@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from torchbeast import process, streams
+from torchbeast import addresses, process, streams
 from torchbeast.process import BadInput, Stop
 
 
@@ -17,6 +17,7 @@ class Pool:
         self.streams = []
         self.num_added = 0
         self.delivered = 1
+        self.departed = []
         for address in addresses:
             self.add(address)
 
@@ -29,6 +30,7 @@ class Pool:
                 "reconnects": 0,
                 "failures": 0,
                 "last_error": "",
+                "dialed_in": False,
             }
         )
         self.num_added += 1
@@ -42,13 +44,20 @@ class Pool:
     def rollouts(self):
         return {"delivered": self.delivered}
 
+    def take_departed(self):
+        departed, self.departed = self.departed, []
+        return departed
+
     def addresses(self):
         return sorted(s["address"] for s in self.streams)
 
 
 def flags(server_addresses=None, insecure=True):
     return argparse.Namespace(
-        server_addresses=server_addresses, tls_cert=None, insecure=insecure
+        server_addresses=server_addresses,
+        listen=None,
+        tls_cert=None,
+        insecure=insecure,
     )
 
 
@@ -76,7 +85,7 @@ def lines():
     ],
 )
 def test_addresses_stand_in_lines_or_between_commas(text, expected):
-    assert streams.parse(text) == expected
+    assert addresses.parse(text) == expected
 
 
 def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
@@ -136,7 +145,7 @@ def test_a_file_with_another_host_changes_nothing_without_tls(tmp_path, lines):
 )
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(BadInput, match="expected HOST:PORT or unix:PATH"):
-        streams.parse(text)
+        addresses.parse(text)
 
 
 @pytest.mark.survives("bad-address-file")
@@ -266,3 +275,35 @@ def test_a_run_ends_when_each_stream_has_failed_and_nothing_was_ever_delivered()
 )
 def test_metrics_of_servers_are_taken_as_far_as_they_are_numbers(texts, expected):
     assert streams.decode_metrics(texts) == expected
+
+
+def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):
+    guests, pool = streams.Guests(), Pool("10.0.0.1:5", "10.0.0.1:6", "10.0.0.2:5")
+    for s in pool.streams:
+        s["dialed_in"] = True
+    start = guests.alone_since
+    for t in range(100):
+        guests.update(pool, start + t)
+    assert sorted(lines) == [
+        "host 10.0.0.1: 2 streams, 0 before",
+        "host 10.0.0.2: 1 streams, 0 before",
+    ]
+    lines.clear()
+    for error in 5 * ["boom"] + ["the host is gone"]:
+        pool.departed.append({"address": "10.0.0.2:7", "last_error": f"a\n{error}"})
+    pool.remove("10.0.0.2:5")
+    guests.update(pool, start + 101)
+    assert lines == [
+        "host 10.0.0.2: 0 streams, 1 before",
+        "host 10.0.0.2: no stream (1 so far): boom",
+    ]
+    lines.clear()
+    pool.departed.append({"address": "10.0.0.2:8", "last_error": "boom"})
+    guests.update(pool, start + 200)
+    assert lines == ["host 10.0.0.2: no stream (6 so far): boom"]
+    lines.clear()
+    pool.streams.clear()
+    for t in range(200, 500, 5):
+        guests.update(pool, start + t)
+    assert lines[0] == "host 10.0.0.1: 0 streams, 2 before"
+    assert lines[1:] == 2 * ["no host has dialed in"]  # After 60 s, then 120.

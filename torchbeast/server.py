@@ -8,9 +8,7 @@ E is the number of environments of a stream.
 
 import contextlib
 import math
-import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -24,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from torchbeast import calls, tls
 from torchbeast import torchbeast_pb2 as pb
+from torchbeast.addresses import why_not_free
 from torchbeast.batch import MAX_MESSAGE_BYTES
 from torchbeast.process import (
     BadInput,
@@ -35,7 +34,9 @@ from torchbeast.process import (
     setup_logging,
 )
 from torchbeast.protocol import (
+    LEARNER_SERVICE,
     MAX_REQUEST_BYTES,
+    NOT_A_LEARNER,
     PROTOCOL_VERSION,
     SERVICE,
     encode_spec,
@@ -70,6 +71,15 @@ class EnvironmentServer:
         )
         return grpc.method_handlers_generic_handler(SERVICE, {"Stream": stream})
 
+    def wrong_end(self):
+        """Returns what a grpc.Server is given for hosts that take it for a learner."""
+
+        def stream(requests, context):
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, NOT_A_LEARNER)
+
+        stream = grpc.stream_stream_rpc_method_handler(stream)
+        return grpc.method_handlers_generic_handler(LEARNER_SERVICE, {"Stream": stream})
+
     def stream(self, requests, context):
         """Answers one stream, from Hello to the end, with a batch of environments of
         its own.
@@ -87,29 +97,8 @@ class EnvironmentServer:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"this server has {MAX_STREAMS} streams already",
             )
-        env = None
-        stats = Statistics(peer)
         try:
-            hello = self._parse(next(requests, b"")).hello
-            if hello.version != PROTOCOL_VERSION:
-                raise Refused(
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    f"the learner speaks version {hello.version} of the protocol, this "
-                    f"server version {PROTOCOL_VERSION}",
-                )
-            log.info("%s: connected", peer)
-            env = calls.create(self.create_env, self.flags, self.flags.envs_per_server)
-            seeds = [hello.seed, hello.stream, hello.connection, self.flags.seed or 0]
-            step = env.initial(derive_seed(*map(abs, seeds)))
-            welcome = pb.Response(welcome=self._welcome(env, step))
-            # Serialised messages one after the other are one message.
-            yield welcome.SerializeToString() + encode_step(step)
-            shape = (env.num_envs, *env.action_shape)
-            for request in requests:
-                action = self._action(self._parse(request), shape, env.num_actions)
-                step = env.step(action)
-                stats.add(step)
-                yield encode_step(step, env.take_metrics())
+            yield from converse(self.create_env, self.flags, requests, peer)
         except GeneratorExit:  # The learner is gone.
             raise
         except BaseException as e:  # KeyboardInterrupt of an environment, too.
@@ -122,55 +111,90 @@ class EnvironmentServer:
             log.error("%s: %s", peer, self._tracebacks.shorten(text))
             context.abort(code, text[-MAX_ERROR_CHARACTERS:])
         finally:
-            try:
-                if env is not None:
-                    env.close()
-            finally:
-                with self._lock:
-                    self.num_streams -= 1
-            stats.log("disconnected after ")
-            if env is not None and stats.steps == 0:
-                log.info("%s: the learner's log says why it left at once", peer)
+            with self._lock:
+                self.num_streams -= 1
 
-    def _welcome(self, env, step):
-        action = np.zeros((env.num_envs, *env.action_shape), np.int64)
-        return pb.Welcome(
-            version=PROTOCOL_VERSION,
-            observation_space=str(env.observation_space),
-            action_space=str(env.action_space),
-            num_envs=env.num_envs,
-            step=encode_spec(step),
-            action=encode_spec(action),
-        )
 
-    def _parse(self, request):
+def converse(create_env, flags, requests, peer):
+    """Steps a batch of environments as a learner asks for, from Hello to the end.
+
+    requests: an iterator of bytes. Yields bytes. Raises Refused, or what an environment
+    raises.
+    """
+    env = stats = None
+    try:
+        hello = parse(next(requests, b"")).hello
+        if hello.version != PROTOCOL_VERSION:
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the learner speaks version {hello.version} of the protocol, this "
+                f"server version {PROTOCOL_VERSION}",
+            )
+        log.info("%s: connected", peer)
+        stats = Statistics(peer)
+        env = calls.create(create_env, flags, flags.envs_per_server)
+        seeds = [hello.seed, hello.stream, hello.connection, flags.seed or 0]
+        step = env.initial(derive_seed(*map(abs, seeds)))
+        welcome = pb.Response(welcome=make_welcome(env, step))
+        # Serialised messages one after the other are one message.
+        yield welcome.SerializeToString() + encode_step(step)
+        shape = (env.num_envs, *env.action_shape)
+        for request in requests:
+            step = env.step(get_action(parse(request), shape, env.num_actions))
+            stats.add(step)
+            yield encode_step(step, env.take_metrics())
+    finally:
         try:
-            return pb.Request.FromString(request)
-        except DecodeError:
-            raise Refused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "the learner sent a message that cannot be parsed",
-            ) from None
+            if env is not None:
+                env.close()
+        finally:
+            if stats is not None:
+                stats.log("disconnected after ")
+        if env is not None and stats.steps == 0:
+            log.info("%s: the learner's log says why it left at once", peer)
 
-    def _action(self, request, shape, num_actions):
-        """Returns the action [E, ...] int64 of a request. Raises Refused if there is
-        none in it."""
-        data = request.action.data
-        size = 8 * math.prod(shape)
-        if len(data) != 1 or len(data[0]) != size:
-            got = f"{len(data[0])} bytes" if len(data) == 1 else f"{len(data)} arrays"
-            raise Refused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"the action has {got}, expected {size} bytes: int64 {list(shape)}",
-            )
-        action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
-        if action.min() < 0 or not (action < num_actions).all():
-            raise Refused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"the action {action.tolist()} is out of bounds, expected 0 to less "
-                f"than {list(num_actions)}",
-            )
-        return action
+
+def make_welcome(env, step):
+    action = np.zeros((env.num_envs, *env.action_shape), np.int64)
+    return pb.Welcome(
+        version=PROTOCOL_VERSION,
+        observation_space=str(env.observation_space),
+        action_space=str(env.action_space),
+        num_envs=env.num_envs,
+        step=encode_spec(step),
+        action=encode_spec(action),
+    )
+
+
+def parse(request):
+    try:
+        return pb.Request.FromString(request)
+    except DecodeError:
+        raise Refused(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "the learner sent a message that cannot be parsed",
+        ) from None
+
+
+def get_action(request, shape, num_actions):
+    """Returns the action [E, ...] int64 of a request. Raises Refused if there is none
+    in it."""
+    data = request.action.data
+    size = 8 * math.prod(shape)
+    if len(data) != 1 or len(data[0]) != size:
+        got = f"{len(data[0])} bytes" if len(data) == 1 else f"{len(data)} arrays"
+        raise Refused(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the action has {got}, expected {size} bytes: int64 {list(shape)}",
+        )
+    action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
+    if action.min() < 0 or not (action < num_actions).all():
+        raise Refused(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the action {action.tolist()} is out of bounds, expected 0 to less than "
+            f"{list(num_actions)}",
+        )
+    return action
 
 
 class Refused(Exception):
@@ -218,27 +242,8 @@ def add_port(server, address, flags):
             )
             server.add_secure_port(address, credentials)
     except RuntimeError as e:
-        raise BadInput(f"cannot serve at {address}: {why_not_free(address)}") from e
-
-
-def why_not_free(address):
-    """Returns the system's reason why an address cannot be listened at, which gRPC
-    hides."""
-    try:
-        if address.startswith("unix:"):
-            path = address.removeprefix("unix:")
-            with socket.socket(socket.AF_UNIX) as s:
-                s.bind(path)
-            os.unlink(path)
-        else:
-            host, _, port = address.rpartition(":")
-            where = socket.getaddrinfo(host.strip("[]"), int(port))
-            family, _, _, _, name = where[0]
-            with socket.socket(family, socket.SOCK_STREAM) as s:
-                s.bind(name)
-    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host.
-        return getattr(e, "strerror", None) or str(e)
-    return "is it in use?"
+        why = why_not_free(address) or "is it in use?"
+        raise BadInput(f"cannot serve at {address}: {why}") from e
 
 
 def start_threads(n):
@@ -292,7 +297,7 @@ def serve(create_env, flags, address, directory, parent):
         ],
     )
     environments = EnvironmentServer(create_env, flags)
-    server.add_generic_rpc_handlers([environments.handler()])
+    server.add_generic_rpc_handlers([environments.handler(), environments.wrong_end()])
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
@@ -321,4 +326,10 @@ def main(parent):
         arguments = parent.recv()
     except EOFError:  # The parent is gone.
         return
-    serve(*arguments, parent)
+    flags = arguments[1]
+    if getattr(flags, "learner", None) is None:
+        serve(*arguments, parent)
+    else:
+        from torchbeast import dialer
+
+        dialer.dial(*arguments, parent)

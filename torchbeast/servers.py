@@ -15,26 +15,10 @@ import time
 from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
+from torchbeast.addresses import count_up, parse  # noqa: F401 (polybeast_env.py)
 from torchbeast.process import BadInput, Stop, kill_group, log, signals_blocked
 
 MAX_FAILURES = 5
-
-
-def count_up(first, n):
-    """Returns the n addresses that count up from the first. Raises BadInput if the
-    first is not an address."""
-    if first.startswith("unix:"):
-        path = first.removeprefix("unix:")
-        if not path:
-            raise BadInput(f"--address {first}: expected unix:PATH")
-        return [first] if n == 1 else [f"{first}.{i}" for i in range(n)]
-    host, colon, port = first.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) <= 65536 - n):
-        raise BadInput(
-            f"--address {first}: expected HOST:PORT, PORT from 1 to {65536 - n}, or "
-            "unix:PATH"
-        )
-    return [f"{host}:{int(port) + i}" for i in range(n)]
 
 
 class Server:
@@ -97,8 +81,12 @@ main(parent)"""
         fails.
 
         num_rollouts: that a learner got from it so far. Raises Stop if it has failed
-        MAX_FAILURES times and there were no more of them.
+        MAX_FAILURES times and there were no more of them, BadInput if the process says
+        that it cannot go on.
         """
+        with contextlib.suppress(OSError, EOFError):  # It has ended.
+            if self.connection.poll():
+                raise BadInput(self.connection.recv())
         if num_rollouts is not None and num_rollouts > self.num_rollouts:
             self.num_rollouts = num_rollouts
             self.failures = 0

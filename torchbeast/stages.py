@@ -40,7 +40,7 @@ def report(run):
     if "update" not in result or "inference" not in result:
         return  # Nothing was learned, or there are no streams.
     for who, names in STAGES.items():
-        times = [f"{name} {100 * result[name]:.0f} %" for name in names]
+        times = [f"{x} {100 * result[x]:.0f} %" for x in names if x in result]
         yield f"where the time of {who} went: {', '.join(times)}"
     # Learning is not what streams wait for if the learner waits for them.
     names = [

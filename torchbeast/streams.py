@@ -12,11 +12,13 @@ import time
 from collections import Counter
 
 from torchbeast import devices, ranks, rollouts, tls
+from torchbeast.addresses import count_up, parse, why_not_free
 from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
 from torchbeast.environment import NAME, leaves
 from torchbeast.flags import number, path
 from torchbeast.machine import num_cores
 from torchbeast.process import BadInput, Stop, allow_open_files, log
+from torchbeast.protocol import NO_SERVER
 
 FILES_PER_STREAM = 8
 MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
@@ -36,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
                    help="running servers (python -m polybeast_env), or unix:PATH; one "
                    "stream each; @FILE: one a line, read again when it changes "
                    "(default: starts servers of its own)")
+    g.add_argument("--listen", metavar="HOST:PORT",
+                   help="lets hosts dial in (python -m polybeast_env --learner); the "
+                   "second learner of a host takes the next port, and so on")
+    g.add_argument("--max_streams", type=number(int, 1, 100_000), default=1024,
+                   metavar="N", help="streams of hosts that dial in, at most "
+                   "(default: %(default)s)")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
                    help="servers of its own (default: one per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), metavar="E",
@@ -64,14 +72,21 @@ def with_path(text):
 def set_defaults(flags):
     """Fills in PolyBeast's flags whose defaults depend on the machine."""
     if flags.num_servers is None:
-        flags.num_servers = num_cores()
+        flags.num_servers = num_cores() if flags.listen is None else 0
     if flags.envs_per_server is None:
-        flags.envs_per_server = max(1, 32 // flags.num_servers)
+        flags.envs_per_server = max(1, 32 // max(1, flags.num_servers))
     devices.set_defaults(flags)
     if flags.actor_device is None:
         flags.actor_device = flags.learner_device
     if flags.num_inference_threads is None:
         flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
+
+
+def check_open_files(flags, num_streams):
+    """Raises BadInput if so many streams, and those of hosts that dial in, need more
+    open files than the system allows."""
+    guests = 0 if flags.listen is None else flags.max_streams
+    allow_open_files(FILES_PER_STREAM * num_streams + 2 * guests)
 
 
 def check_sizes(flags, step, specs):
@@ -113,18 +128,6 @@ def addresses(flags):
     raise BadInput("--server_addresses is empty, expected HOST:PORT,... or @FILE")
 
 
-def parse(text):
-    """Returns the addresses in a text: one a line, or several between commas; # begins
-    a comment. Raises BadInput if one of them is not an address."""
-    lines = [line.partition("#")[0] for line in text.splitlines()]
-    found = [a.strip() for a in ",".join(lines).split(",") if a.strip()]
-    for address in found:
-        port = re.fullmatch(r"unix:.+|\S+:([0-9]{1,5})", address)
-        if not port or not 0 < int(port[1] or 1) < 65536:
-            raise BadInput(f"{address!r}: expected HOST:PORT or unix:PATH")
-    return found
-
-
 def read(path, flags):
     """Returns the addresses in a file. Raises OSError or ValueError if there are none,
     or if one may not be connected to."""
@@ -137,6 +140,19 @@ def read(path, flags):
         allow_open_files(FILES_PER_STREAM * len(found))
         return found
     raise ValueError("no address in it")
+
+
+def listen_address(flags):
+    """Returns where hosts may dial in, "" without --listen. Raises BadInput if it is
+    not free, or not an address, or may not be listened at."""
+    if flags.listen is None:
+        return ""
+    here = ranks.current.local_rank
+    address = count_up(flags.listen, here + 1, "--listen")[here]
+    tls.check(flags, [address])
+    if why := why_not_free(address):
+        raise BadInput(f"--listen {address}: {why}")
+    return address
 
 
 def of_this_rank(found):
@@ -171,6 +187,7 @@ class Streams:
         self._read = None  # What tells whether the file has changed since.
         self._warned = None  # Of what.
         self._logs = {}  # By the streams' numbers.
+        self._guests = Guests() if flags.listen is not None else None
 
     def check(self):
         """Follows the file, and logs which streams are lost or back. Raises Stop if all
@@ -178,18 +195,37 @@ class Streams:
         if self._path is not None:
             self._follow_file()
         now = time.monotonic()
-        status = self._actors.status()
-        if status and min(s["failures"] for s in status) >= MAX_FAILURES:
-            if self._actors.rollouts()["delivered"] == 0:
-                raise Stop(
-                    f"no rollout was delivered, each stream failed {MAX_FAILURES} "
-                    f"times: {last_line(status[0]['last_error'])}",
-                    save=False,
-                )
+        status = [s for s in self._actors.status() if not s["dialed_in"]]
+        if status and self._actors.rollouts()["delivered"] == 0:
+            self._check_first(status)
+        if self._guests is not None:
+            self._guests.update(self._actors, now)
         logs = self._logs
         self._logs = {s["stream"]: logs.get(s["stream"], StreamLog()) for s in status}
         for s in status:
             self._logs[s["stream"]].update(s, now)
+
+    def _check_first(self, status):
+        """Raises Stop if no stream will ever deliver anything."""
+        for s in status:
+            if NO_SERVER in s["last_error"]:
+                what = f"--server_addresses {s['address']}: {NO_SERVER}"
+                raise Stop(what, exit_code=2, save=False)
+        failures = min(s["failures"] for s in status)
+        if failures >= MAX_FAILURES and self._guests is None:
+            raise Stop(
+                f"no rollout was delivered, each stream failed {MAX_FAILURES} times: "
+                f"{last_line(status[0]['last_error'])}",
+                save=False,
+            )
+
+    def describe(self):
+        """Says how many streams there are."""
+        status = self._actors.status()
+        running = sum(s["state"] == "running" for s in status)
+        if not status:
+            return "no host has dialed in"
+        return f"{running} of {len(status)} streams are connected"
 
     def report(self, learned):
         """Logs what became of all rollouts, and that `learned` of them were learned
@@ -232,6 +268,52 @@ class Streams:
             log.info("%s: %s has %d streams, %d before", self._path, a, new[a], old[a])
         if len(changed) > MAX_CHANGES:
             log.info("%s: and so on: %d addresses", self._path, len(changed))
+
+
+class Guests:
+    """Logs which hosts have dialed in, and why their streams end."""
+
+    def __init__(self):
+        self.hosts = {}  # {host: (streams as was logged last, when it was)}
+        self.errors = {}  # {(host, error): (how often, when it is logged next, wait)}
+        self.remind_s, self.alone_since = REMIND_S, time.monotonic()
+
+    def update(self, actors, now):
+        """Logs what has changed. actors: the ActorPool."""
+        status = actors.status()
+        count = Counter(
+            host_of(s) for s in status if s["dialed_in"] and s["state"] == "running"
+        )
+        for host in count.keys() | self.hosts.keys():
+            before, logged_at = self.hosts.get(host, (0, -QUIET_S))
+            if count[host] != before and now > logged_at + QUIET_S:
+                log.info("host %s: %d streams, %d before", host, count[host], before)
+                self.hosts[host] = count[host], now
+                if count[host] == 0:
+                    del self.hosts[host]
+        for s in actors.take_departed():
+            error = last_line(s["last_error"])
+            if error != "the host is gone":
+                self._log_error(host_of(s), error, now)
+        if status:
+            self.remind_s, self.alone_since = REMIND_S, now
+        elif now > self.alone_since + self.remind_s:
+            self.remind_s *= 2
+            log.warning("no host has dialed in")
+
+    def _log_error(self, host, error, now):
+        if len(self.errors) > 1000:  # Where each is different.
+            self.errors.clear()
+        number, log_at, wait_s = self.errors.get((host, error), (0, now, REMIND_S))
+        number += 1
+        if now >= log_at:
+            log.warning("host %s: no stream (%d so far): %s", host, number, error)
+            log_at, wait_s = now + wait_s, 2 * wait_s
+        self.errors[host, error] = number, log_at, wait_s
+
+
+def host_of(status):
+    return status["address"].rpartition(":")[0] or "here"
 
 
 def decode_metrics(texts):

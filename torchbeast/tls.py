@@ -1,8 +1,9 @@
-"""Who may connect: TLS between environment servers and the learner.
+"""Who may connect: TLS between hosts of environments and learners.
 
-A server accepts learners whose certificate its CA has signed; a learner accepts servers
-whose certificate its CA has signed. No host can impersonate another host or the
-learner. docs/multi-machine.md has the lines that make the certificates.
+There are two authorities (CA): one signs learners' certificates, one hosts'. Each side
+accepts those of the other side's CA, and who dials also compares the name. So no host
+can pose as a learner, whoever dials. docs/multi-machine.md has the lines that make the
+certificates.
 
 No torch in here: environment servers import this file.
 """
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--tls_cert", metavar="FILE", help="certificate of this side, PEM")
     g.add_argument("--tls_key", metavar="FILE", help="its private key")
     g.add_argument("--tls_ca", metavar="FILE",
-                   help="certificate of the CA that signed the other side's")
+                   help="certificate of the CA that signs the other side's")
     g.add_argument("--insecure", action="store_true",
                    help="without TLS: neither encrypted nor authenticated")
     # fmt: on
@@ -68,11 +69,11 @@ def check(flags, addresses):
             )
 
 
-def load(flags, role):
+def load(flags, *roles):
     """Reads the files: {"tls_cert": PEM, ...}, or {} without these flags.
 
-    role: "server" or "learner". Raises BadInput if the other side would not accept
-    them.
+    roles: of this side, "server" (it listens) or "client" (it dials), or both. Raises
+    BadInput if the certificate cannot be one's of these roles.
     """
     paths = {name: getattr(flags, name) for name in FILES}
     missing = [path is None for path in paths.values()]
@@ -93,36 +94,39 @@ def load(flags, role):
             raise BadInput(f"--{name} {path}: expected a certificate, PEM") from e
         except OSError as e:
             raise BadInput(f"--{name} {path}: {e.strerror}") from e
-    _try_handshake(role, *paths.values())
+    for role in roles:
+        _try_handshake(role, paths["tls_cert"], paths["tls_key"])
     return pem
 
 
-def _try_handshake(role, cert, key, ca):
-    """Connects a server and a learner that have these files, in memory. Raises BadInput
-    if one of that role is not accepted."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE
-    server.verify_mode = ssl.CERT_REQUIRED if role == "learner" else ssl.CERT_NONE
+def _try_handshake(role, cert, key):
+    """Connects a server and a client, in memory, of which one has these files, and the
+    other trusts the certificate. Raises BadInput if it is not accepted in that role."""
+    sides = {
+        "server": ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        "client": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+    }
+    sides["client"].check_hostname = False
     try:
-        for context in (server, client):
-            context.load_verify_locations(ca)
+        for name, context in sides.items():
             context.load_cert_chain(cert, key, password=lambda: "none")
+            context.verify_mode = ssl.CERT_NONE if name == role else ssl.CERT_REQUIRED
+            context.load_verify_locations(cert)
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     except ssl.SSLError as e:
         raise BadInput(
             f"--tls_key {key}: expected the private key of --tls_cert {cert}, PEM, "
             "without a password"
         ) from e
     a, b = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client.wrap_bio(a, b)
-    server = server.wrap_bio(b, a, server_side=True)
+    client = sides["client"].wrap_bio(a, b)
+    server = sides["server"].wrap_bio(b, a, server_side=True)
     try:
         for side in (client, server, client, server):
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     except ssl.SSLError as e:
         raise BadInput(
-            f"--tls_cert {cert}: expected a {role}'s certificate, signed by --tls_ca "
-            f"{ca}; OpenSSL says: {getattr(e, 'verify_message', e)}"
+            f"--tls_cert {cert}: expected a certificate for a {role}; OpenSSL says: "
+            f"{getattr(e, 'verify_message', e)}"
         ) from e

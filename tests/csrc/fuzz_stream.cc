@@ -109,7 +109,7 @@ class Pool : public ActorPool {
     FakeStream stream(answers);
     Actor actor;
     try {
-      converse(&actor, &stream);
+      converse(&actor, &stream, &stream);
       REQUIRE_THAT(stream.all_read());  // Or the actor would wait for ever.
     } catch (const std::invalid_argument& e) {
       check_text(e.what());

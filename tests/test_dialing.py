@@ -1,0 +1,344 @@
+"""Hosts that dial their learner: the real programs."""
+
+import argparse
+import re
+import signal
+import socket
+import time
+
+import grpc
+import pytest
+
+import polybeast_env
+from tests import certificates
+from tests.programs import (
+    Program,
+    load,
+    main,
+    marked,
+    refusal,
+    rollouts,
+    step,
+    wait_for_steps,
+)
+from tests.test_polybeast_env import free_port
+from tests.test_polybeast_faults import CARTPOLE
+from torchbeast import dialer, tls
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.addresses import why_not_free
+from torchbeast.protocol import LEARNER_SERVICE, PROTOCOL_VERSION
+
+
+def here():
+    return f"127.0.0.1:{free_port()}"
+
+
+def dial(address, *args, env=CARTPOLE, num_servers=1, **kwargs):
+    flags = ("--env", env, "--learner", address, "--envs_per_server", 2)
+    return Program(*flags, "--num_servers", num_servers, *args, module="polybeast_env",
+                   **kwargs)  # fmt: skip
+
+
+def flags_of(savedir, address, *args, env=CARTPOLE):
+    return ("--env", env, "--listen", address, "--savedir", savedir, "--xpid", "x",
+            "--log_interval_steps", 80, *args)  # fmt: skip
+
+
+def listen(savedir, address, *args, **kwargs):
+    return Program(*flags_of(savedir, address, *args, **kwargs), module="polybeast")
+
+
+def end(program, signum=signal.SIGINT):
+    program.signal(signum)
+    assert program.end() == 128 + signum
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("certs")
+    certificates.make(path, "127.0.0.1", "elsewhere")
+    return path
+
+
+def files(path):
+    names = (("tls_cert", "cert.pem"), ("tls_key", "key.pem"), ("tls_ca", "ca.pem"))
+    return [x for flag, name in names for x in (f"--{flag}", path / name)]
+
+
+# Both directions.
+
+
+@pytest.mark.survives("learner-restarted")
+def test_a_learner_that_comes_back_gets_its_hosts_back(savedir):
+    address = here()
+    with dial(address, num_servers=2) as host:
+        host.wait_for("no stream, dials again: failed to connect")  # It waits.
+        result = main(*flags_of(savedir, address, "--total_steps", 2000),
+                      module="polybeast")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert rollouts(result.stderr)["learned from"] == 100
+        assert "host 127.0.0.1: " in result.stderr
+        host.wait_for("disconnected after")
+        result = main(*flags_of(savedir, address, "--total_steps", 4000),
+                      module="polybeast")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert load(savedir)["step"] == 4000
+        end(host)
+    assert "Traceback" not in host.output
+
+
+def test_one_run_has_streams_of_both_directions(savedir):
+    address, server = here(), here()
+    fixed = Program("--env", CARTPOLE, "--address", server, "--envs_per_server", 2,
+                    "--num_servers", 1, module="polybeast_env")  # fmt: skip
+    flags = ("--server_addresses", server)
+    with fixed, dial(address) as host, listen(savedir, address, *flags) as learner:
+        wait_for_steps(savedir, 400)
+        learner.wait_for("host 127.0.0.1: 1 streams, 0 before")
+        end(host)
+        reached = step(savedir)
+        wait_for_steps(savedir, 400)  # With the other.
+        assert step(savedir) > reached
+        end(learner)
+        n = rollouts(learner.output)
+        assert n["learned from"] > 20
+        end(fixed)
+
+
+def test_two_learners_share_the_hosts_processes(savedir, tmp_path):
+    one, two = here(), here()
+    with (
+        dial(f"{one},{two}", num_servers=2) as host,
+        listen(savedir, one) as first,
+        listen(tmp_path / "b", two) as second,
+    ):
+        wait_for_steps(savedir, 400)
+        wait_for_steps(tmp_path / "b", 400)
+        for learner in (first, second):
+            end(learner)
+        end(host)
+
+
+@pytest.mark.slow
+@pytest.mark.survives("learner-moved")
+def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monkeypatch):
+    one, two = here(), here()
+    with dial(f"{one},{two}") as host:
+        with listen(savedir, one) as learner:
+            wait_for_steps(savedir, 400)
+            learner.signal(signal.SIGKILL)
+        with listen(savedir, two) as learner:
+            wait_for_steps(savedir, 400, timeout_s=dialer.PATIENCE_S + 60)
+            end(learner)
+        end(host)
+
+
+# What goes wrong.
+
+
+@pytest.mark.survives("environment-raises")
+def test_a_hosts_traceback_reaches_the_learners_log(savedir):
+    address = here()
+    env = "tests.faulty_envs:Raises-v0"
+    with (
+        dial(address, env=env) as host,
+        listen(savedir, address, env=env) as learner,
+    ):
+        line = learner.wait_for("host 127.0.0.1: no stream (1 so far): ")
+        assert "Error" in line and "Traceback" not in line, line
+        host.wait_for("Traceback")
+        wait_for_steps(savedir, 400)  # It dials again.
+        end(learner)
+        end(host)
+
+
+@pytest.mark.survives("other-environment")
+def test_a_host_with_another_environment_is_refused_and_told_why(savedir):
+    address = here()
+    with (
+        dial(address, env="Acrobot-v1") as host,
+        listen(savedir, address) as learner,
+    ):
+        learner.wait_for("the observation space differs: the learner has Box([-4.8")
+        host.wait_for("dials again: the observation space differs: the learner has Box")
+        with dial(address) as other:
+            wait_for_steps(savedir, 400)
+            end(other)
+        end(learner)
+        end(host)
+
+
+@pytest.mark.survives("silent-connection", "too-many-streams")
+def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
+    address = here()
+    flags = ("--max_streams", 2, "--env_timeout_seconds", 3)
+    with listen(savedir, address, *flags) as learner:
+        learner.wait_for("to resume")
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as silent:
+            with grpc.insecure_channel(address) as channel:
+                stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
+                calls = [stream(iter(lambda: time.sleep(100), None)) for _ in range(2)]
+                for call in calls:
+                    hello = pb.Request.FromString(next(call)).hello
+                    assert hello.version == PROTOCOL_VERSION
+                [too_many] = [stream(iter(()))]
+                assert too_many.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "has 2 streams already (--max_streams)" in too_many.details()
+                for call in calls:
+                    assert call.code() in (
+                        grpc.StatusCode.CANCELLED,
+                        grpc.StatusCode.FAILED_PRECONDITION,
+                    )
+            while silent.recv(1000):
+                pass
+        learner.wait_for("no environments came within 3 s")
+        with dial(address) as host:
+            wait_for_steps(savedir, 400)
+            end(host)
+        end(learner)
+
+
+@pytest.mark.survives("garbage")
+def test_garbage_ends_its_stream_in_one_line_and_no_other(savedir):
+    address = here()
+    with dial(address) as host, listen(savedir, address) as learner:
+        wait_for_steps(savedir, 400)
+        with grpc.insecure_channel(address) as channel:
+            stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
+            for garbage in (b"", b"\xff" * 100, bytes(1000)):
+                call = stream(iter([garbage]))
+                assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        learner.wait_for("host 127.0.0.1: no stream (1 so far): ")
+        wait_for_steps(savedir, 400)
+        end(learner)
+        end(host)
+    assert "Traceback" not in learner.output
+
+
+def test_a_host_that_is_killed_leaves_nothing_and_its_streams_go(savedir):
+    address = here()
+    with listen(savedir, address) as learner:
+        with dial(address, num_servers=2) as host:
+            learner.wait_for("host 127.0.0.1: ")
+            host.signal(signal.SIGKILL)
+            host.process.wait()
+            deadline = time.monotonic() + 10
+            while marked(host.mark):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        learner.wait_for("host 127.0.0.1: 0 streams", timeout_s=60)
+        end(learner)
+
+
+# Who may connect.
+
+
+@pytest.mark.survives("no-certificate")
+def test_hosts_and_learner_know_each_other_by_two_authorities(certs, savedir):
+    address = here()
+    host, learner = files(certs / "hosts/127.0.0.1"), files(certs / "learner")
+    with listen(savedir, address, *learner) as program:
+        program.wait_for("to resume")
+        for stranger in (
+            [],
+            [*host[:4], *learner[4:]],  # Takes another host for a learner.
+            [*learner[:4], *host[4:]],  # A learner poses as a host.
+        ):
+            with dial(address, *stranger) as other:
+                other.wait_for("no stream, dials again: ")
+                assert step(savedir) == 0
+                end(other)
+        with dial(address, *files(certs / "hosts/elsewhere")) as other:
+            wait_for_steps(savedir, 400)
+            end(other)
+        end(program)
+
+
+def test_a_host_does_not_take_another_host_for_a_learner(certs, savedir):
+    address = here()
+    with listen(savedir, address, *files(certs / "hosts/127.0.0.1")) as impostor:
+        impostor.wait_for("to resume")
+        with dial(address, *files(certs / "hosts/elsewhere")) as host:
+            host.wait_for("no stream, dials again: ")
+            assert step(savedir) == 0
+            end(host)
+        end(impostor)
+
+
+# Bad input.
+
+
+def test_what_cannot_be_is_refused_in_one_line(savedir):
+    address = here()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        line = refusal(*flags_of(savedir, taken), module="polybeast")
+        assert line == f"polybeast: error: --listen {taken}: Address already in use"
+    for bad in ("nonsense", "127.0.0.1:0", "127.0.0.1:70000", "unix:"):
+        line = refusal(*flags_of(savedir, bad), module="polybeast")
+        assert line.startswith(f"polybeast: error: --listen {bad}: expected"), line
+    line = refusal(*flags_of(savedir, "0.0.0.0:1"), module="polybeast")
+    assert "0.0.0.0:1 is not of this host only" in line
+    assert not savedir.exists()
+
+    def env(*args):
+        return refusal("--env", CARTPOLE, *args, module="polybeast_env")
+
+    line = env("--learner", address, "--address", address)
+    assert line == "polybeast_env: error: expected --address or --learner, not both"
+    assert "--learner is empty" in env("--learner", ",")
+    assert "expected HOST:PORT" in env("--learner", "nonsense")
+    assert "10.0.0.1:5 is not of this host only" in env("--learner", "10.0.0.1:5")
+
+
+def test_each_end_that_finds_the_wrong_other_end_says_so(savedir):
+    address, learner_address = here(), here()
+    server = Program("--env", CARTPOLE, "--address", address, "--num_servers", 1,
+                     module="polybeast_env")  # fmt: skip
+    with server, listen(savedir, learner_address) as learner:
+        server.wait_for("environments for each stream")
+        with dial(address) as host:
+            assert host.end() == 2
+        assert host.output.splitlines()[-1] == (
+            f"polybeast_env: error: --learner {address}: this is an environment "
+            "server, expected a learner (--listen)"
+        )
+        learner.wait_for("to resume")
+        flags = ("--env", CARTPOLE, "--savedir", savedir, "--xpid", "y")
+        result = main(*flags, "--server_addresses", learner_address, module="polybeast")
+        assert result.returncode == 2
+        assert (
+            f"--server_addresses {learner_address}: this is a learner (--listen), "
+            "expected an environment server"
+        ) in result.stderr
+        end(learner)
+        end(server)
+
+
+# The dialer, alone.
+
+
+def test_a_dialer_goes_on_to_the_next_address_when_its_own_stays_away(monkeypatch):
+    flags = argparse.Namespace(learner=["a:1", "b:2", "c:3"])
+    d = dialer.Dialer(polybeast_env.create_env, flags, "b:2")
+    dialed = []
+
+    def stream(address):
+        dialed.append(address)
+        if len(dialed) == 12:
+            d.close()
+        return len(dialed) < 5, "gone"
+
+    monkeypatch.setattr(d, "stream", stream)
+    monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(dialer, "PATIENCE_S", 0)
+    d.run()
+    assert dialed == [*5 * ["b:2"], *2 * ["c:3", "a:1", "b:2"], "c:3"]
+
+
+def test_an_address_that_nobody_has_is_free():
+    address = here()
+    assert why_not_free(address) is None
+    assert re.match("Name or service|Temporary", why_not_free("nowhere.invalid:1"))
+    assert tls.is_local(address)

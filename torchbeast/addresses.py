@@ -1,0 +1,60 @@
+"""Addresses of servers and learners: HOST:PORT or unix:PATH.
+
+No torch in here: environment servers import this file.
+"""
+
+import os
+import re
+import socket
+
+from torchbeast.process import BadInput
+
+
+def parse(text):
+    """Returns the addresses in a text: one a line, or several between commas; # begins
+    a comment. Raises BadInput if one of them is not an address."""
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    found = [a.strip() for a in ",".join(lines).split(",") if a.strip()]
+    for address in found:
+        port = re.fullmatch(r"unix:.+|\S+:([0-9]{1,5})", address)
+        if not port or not 0 < int(port[1] or 1) < 65536:
+            raise BadInput(f"{address!r}: expected HOST:PORT or unix:PATH")
+    return found
+
+
+def count_up(first, n, flag="--address"):
+    """Returns the n addresses that count up from the first. Raises BadInput if the
+    first, which is a flag's, is not an address."""
+    if first.startswith("unix:"):
+        path = first.removeprefix("unix:")
+        if not path:
+            raise BadInput(f"{flag} {first}: expected unix:PATH")
+        return [first] if n == 1 else [f"{first}.{i}" for i in range(n)]
+    host, colon, port = first.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) <= 65536 - n):
+        raise BadInput(
+            f"{flag} {first}: expected HOST:PORT, PORT from 1 to {65536 - n}, or "
+            "unix:PATH"
+        )
+    return [f"{host}:{int(port) + i}" for i in range(n)]
+
+
+def why_not_free(address):
+    """Returns the system's reason why an address cannot be listened at, which gRPC
+    hides, or None."""
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(path)
+            os.unlink(path)
+        else:
+            host, _, port = address.rpartition(":")
+            where = socket.getaddrinfo(host.strip("[]"), int(port))
+            family, _, _, _, name = where[0]
+            with socket.socket(family, socket.SOCK_STREAM) as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As gRPC.
+                s.bind(name)
+    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host.
+        return getattr(e, "strerror", None) or str(e)
+    return None

@@ -1,0 +1,176 @@
+"""One process of a host that dials learners, and steps environments for them.
+
+For hosts that no learner can reach: behind NAT, or started by somebody's scheduler. The
+messages are those of a server (torchbeast/server.py); only who connects differs.
+torchbeast/servers.py starts such processes. No torch in here.
+"""
+
+import contextlib
+import queue
+import random
+import threading
+import time
+import traceback
+
+import grpc
+
+from torchbeast import calls, tls
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.batch import MAX_MESSAGE_BYTES
+from torchbeast.process import (
+    Repeated,
+    end_group,
+    keep_freed_memory,
+    lead_group,
+    log,
+    setup_logging,
+)
+from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES, NOT_A_LEARNER
+from torchbeast.server import CLOSE_TIMEOUT_S, MAX_ERROR_CHARACTERS, Refused, converse
+
+MAX_WAIT_S = 10  # Between attempts.
+PATIENCE_S = 60  # After which the next learner of the list is dialed, too.
+REMIND_S = 60  # A learner that stays away is logged again after this, then twice this.
+
+
+class Dialer:
+    """Opens one stream after the other."""
+
+    def __init__(self, create_env, flags, address):
+        self.create_env = create_env
+        self.flags = flags
+        i = flags.learner.index(address)
+        self.addresses = flags.learner[i:] + flags.learner[:i]  # Its own comes first.
+        self.wrong_end = None  # What the other end said it is.
+        self.streaming = False  # Environments may be there.
+        self._call = None
+        self._closed = threading.Event()
+        self._tracebacks = Repeated()
+
+    def run(self):
+        """Dials until close(), or until the other end is not a learner."""
+        wait_s, remind_s, reminded_at = 0.1, REMIND_S, None
+        seen_at = time.monotonic()  # The learner of this address.
+        while not self._closed.is_set():
+            address = self.addresses[0]
+            began_at = time.monotonic()
+            answered, why = self.stream(address)
+            now = time.monotonic()
+            if NOT_A_LEARNER in why:
+                self.wrong_end = f"--learner {address}: {NOT_A_LEARNER}"
+                return
+            if answered:
+                seen_at = now
+                if now - began_at > MAX_WAIT_S:
+                    wait_s, reminded_at = 0.1, None
+            if reminded_at is None or now - reminded_at > remind_s:
+                remind_s = REMIND_S if reminded_at is None else 2 * remind_s
+                reminded_at = now
+                log.warning("%s: no stream, dials again: %s", address, why)
+            if now - seen_at > PATIENCE_S:  # Of the others each is tried once.
+                self.addresses = self.addresses[1:] + self.addresses[:1]
+            self._closed.wait(wait_s * random.uniform(0.5, 1.5))
+            wait_s = min(MAX_WAIT_S, 2 * wait_s)
+
+    def stream(self, address):
+        """Opens one stream to a learner. Returns, when it has ended, whether the
+        learner had answered, and why it ended."""
+        answered = threading.Event()
+        ended = threading.Event()
+        call = queue.SimpleQueue()
+
+        def messages():
+            try:
+                yield from self._converse(call.get(), address, answered)
+            finally:
+                ended.set()
+
+        self.streaming = True
+        try:
+            with open_channel(address, self.flags) as channel:
+                stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
+                self._call = stream(messages())
+                call.put(self._call)
+                if self._closed.is_set():
+                    self._call.cancel()
+                why = self._call.details()  # Waits for the end.
+                if self._call.code() is grpc.StatusCode.CANCELLED:
+                    why = "the learner ended the stream"
+                ended.wait()
+        finally:
+            self.streaming = False
+        return answered.is_set(), " ".join(why.split())
+
+    def _converse(self, call, address, answered):
+        """Yields what the learner gets."""
+
+        def requests():
+            for request in call:
+                answered.set()
+                yield request
+
+        try:
+            yield from converse(self.create_env, self.flags, requests(), address)
+        except GeneratorExit:
+            raise
+        except BaseException as e:  # KeyboardInterrupt of an environment, too.
+            if isinstance(e, grpc.RpcError) or not call.is_active():
+                return  # The learner has ended the stream.
+            text = e.args[1] if isinstance(e, Refused) else traceback.format_exc()
+            log.error("%s: %s", address, self._tracebacks.shorten(text))
+            error = text[-MAX_ERROR_CHARACTERS:].encode()
+            yield pb.Response(error=error).SerializeToString()
+
+    def close(self):
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+
+
+def open_channel(address, flags):
+    options = [
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # As the learner's other direction has them, csrc/actor_pool.h.
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.per_message_decompression", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    if flags.tls_cert is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options)
+    pem = tls.load(flags, "client")
+    credentials = grpc.ssl_channel_credentials(
+        pem["tls_ca"], pem["tls_key"], pem["tls_cert"]
+    )
+    return grpc.secure_channel(address, credentials, options)
+
+
+def dial(create_env, flags, address, directory, parent):
+    """Dials until the parent closes the connection, or is gone. Only the parent handles
+    signals."""
+    lead_group()
+    setup_logging()
+    keep_freed_memory()
+    calls.watch(f"{flags.env} for {address}", flags.env_timeout_seconds, log.error)
+    dialer = Dialer(create_env, flags, address)
+
+    def run():
+        dialer.run()
+        if dialer.wrong_end is not None:
+            with contextlib.suppress(OSError):
+                parent.send(dialer.wrong_end)
+
+    with contextlib.suppress(OSError, EOFError):
+        parent.send(None)
+        threading.Thread(target=run, name="dialer", daemon=True).start()
+        parent.recv()
+    dialer.close()
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    while dialer.streaming and time.monotonic() < deadline:
+        time.sleep(0.01)  # Environments are closed.
+    end_group()
