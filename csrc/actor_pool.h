@@ -37,8 +37,7 @@
 namespace torchbeast {
 
 inline constexpr int kProtocolVersion = 2;
-inline constexpr int kMaxEnvs = 4096;           // Of a stream.
-inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
+inline constexpr int kMaxEnvs = 4096;  // Of a stream.
 
 inline constexpr size_t kMaxMetricsWaiting = 1 << 24;  // Bytes of them.
 inline constexpr size_t kMaxMetrics = 10'000;          // Episodes whose metrics wait.

@@ -24,6 +24,7 @@ namespace torchbeast {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "arrays are sent as they are");
 
+inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
 inline constexpr int kMaxMessageBytes = 1 << 28;
 inline constexpr int kMaxWelcomeBytes = 1 << 20;  // Specs and texts, but no arrays.
 inline constexpr int kMaxMetricsBytes = 1 << 20;  // Of all episodes of a step.
@@ -138,6 +139,9 @@ inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
         refuse("with metrics of more than " + std::to_string(kMaxMetricsBytes) +
                " bytes");
       }
+      skip(size);
+    } else if (field == protocol::Response::kErrorFieldNumber &&
+               size <= kMaxErrorBytes) {
       skip(size);
     } else {
       refuse("that cannot be parsed");

@@ -207,8 +207,9 @@ def test_garbage_ends_its_stream_in_one_line_and_no_other(savedir):
         with grpc.insecure_channel(address) as channel:
             stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
             for garbage in (b"", b"\xff" * 100, bytes(1000)):
-                call = stream(iter([garbage]))
-                assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
+                with pytest.raises(grpc.RpcError) as e:
+                    list(stream(iter([garbage])))
+                assert e.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         learner.wait_for("host 127.0.0.1: no stream (1 so far): ")
         wait_for_steps(savedir, 400)
         end(learner)

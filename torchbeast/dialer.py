@@ -49,7 +49,7 @@ class Dialer:
 
     def run(self):
         """Dials until close(), or until the other end is not a learner."""
-        wait_s, remind_s, reminded_at = 0.1, REMIND_S, None
+        wait_s, remind_s, reminded_at, reason = 0.1, REMIND_S, None, None
         seen_at = time.monotonic()  # The learner of this address.
         while not self._closed.is_set():
             address = self.addresses[0]
@@ -62,10 +62,10 @@ class Dialer:
             if answered:
                 seen_at = now
                 if now - began_at > MAX_WAIT_S:
-                    wait_s, reminded_at = 0.1, None
-            if reminded_at is None or now - reminded_at > remind_s:
-                remind_s = REMIND_S if reminded_at is None else 2 * remind_s
-                reminded_at = now
+                    wait_s, reason = 0.1, None
+            if why != reason or now - reminded_at > remind_s:
+                remind_s = REMIND_S if why != reason else 2 * remind_s
+                reminded_at, reason = now, why
                 log.warning("%s: no stream, dials again: %s", address, why)
             if now - seen_at > PATIENCE_S:  # Of the others each is tried once.
                 self.addresses = self.addresses[1:] + self.addresses[:1]
@@ -118,7 +118,7 @@ class Dialer:
                 return  # The learner has ended the stream.
             text = e.args[1] if isinstance(e, Refused) else traceback.format_exc()
             log.error("%s: %s", address, self._tracebacks.shorten(text))
-            error = text[-MAX_ERROR_CHARACTERS:].encode()
+            error = text.encode(errors="replace")[-MAX_ERROR_CHARACTERS:]
             yield pb.Response(error=error).SerializeToString()
 
     def close(self):
