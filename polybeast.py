@@ -399,7 +399,8 @@ def train(flags):
     set_defaults(flags)
     addresses = streams.addresses(flags)  # None: servers of its own.
     listen = streams.listen_address(flags)
-    pem = tls.load(flags, *["client"] * bool(addresses), *["server"] * bool(listen))
+    dials = addresses is not None or not listen
+    pem = tls.load(flags, *["client"] * dials, *["server"] * bool(listen))
     num_streams = flags.num_servers if addresses is None else len(addresses)
     streams.check_open_files(flags, num_streams)
     flags.seed = seeds.set_seed(flags.seed)

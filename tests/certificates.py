@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl as docs/multi-machine.md does it.
+"""Certificates for tests.
 
 <directory>/authorities/learners/    ca.pem, ca.key: who signs learners' certificates
 <directory>/authorities/hosts/       the same for hosts
@@ -7,8 +7,13 @@
 """
 
 import ipaddress
+import pathlib
+import re
 import shutil
 import subprocess
+import tempfile
+
+from tests.programs import ROOT
 
 
 def openssl(*args):
@@ -20,17 +25,19 @@ def new_key(path):
 
 
 def make(directory, *hosts):
-    for name in ("learners", "hosts"):
-        path = directory / "authorities" / name
-        path.mkdir(parents=True)
-        new_key(path / "ca.key")
-        openssl("req", "-x509", "-new", "-key", path / "ca.key", "-days", 3650,
-                "-subj", f"/CN=a CA of tests for {name}", "-out", path / "ca.pem",
-                "-addext", "basicConstraints=critical,CA:TRUE",
-                "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
-    for host in hosts:
-        sign(directory, "hosts", directory / "hosts" / host, host)
-    sign(directory, "learners", directory / "learner", "127.0.0.1")
+    """Runs the block of docs/multi-machine.md for a learner at 127.0.0.1."""
+    text = (ROOT / "docs/multi-machine.md").read_text()
+    block = text.partition("<!-- certificates -->\n```bash\n")[2].partition("```")[0]
+    names = {"learners": "127.0.0.1,localhost", "hosts": " ".join(hosts)}
+    for name, x in names.items():
+        block, n = re.subn(f"^{name}=.*", f'{name}="{x}"', block, flags=re.M)
+        assert n == 1
+    directory.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as cwd:
+        run = dict(cwd=cwd, check=True, capture_output=True)
+        subprocess.run(["bash", "-ec", block], **run)
+        subprocess.run(["bash", "-ec", block], **run)  # Changes nothing.
+        (pathlib.Path(cwd) / "certs").rename(directory)
 
 
 def sign(directory, authority, path, host, uses="serverAuth,clientAuth", days=3650):

@@ -87,6 +87,7 @@ def test_a_learner_that_comes_back_gets_its_hosts_back(savedir):
     assert "Traceback" not in host.output
 
 
+@pytest.mark.slow
 def test_one_run_has_streams_of_both_directions(savedir):
     address, server = here(), here()
     fixed = Program("--env", CARTPOLE, "--address", server, "--envs_per_server", 2,
@@ -105,6 +106,7 @@ def test_one_run_has_streams_of_both_directions(savedir):
         end(fixed)
 
 
+@pytest.mark.slow
 def test_two_learners_share_the_hosts_processes(savedir, tmp_path):
     one, two = here(), here()
     with (
@@ -217,6 +219,7 @@ def test_garbage_ends_its_stream_in_one_line_and_no_other(savedir):
     assert "Traceback" not in learner.output
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_leaves_nothing_and_its_streams_go(savedir):
     address = here()
     with listen(savedir, address) as learner:
@@ -256,6 +259,7 @@ def test_hosts_and_learner_know_each_other_by_two_authorities(certs, savedir):
         end(program)
 
 
+@pytest.mark.slow
 def test_a_host_does_not_take_another_host_for_a_learner(certs, savedir):
     address = here()
     with listen(savedir, address, *files(certs / "hosts/127.0.0.1")) as impostor:

@@ -109,6 +109,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_update(savedir, module):
     assert f"step {step} of" in program.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("rank-signal")
 def test_a_signal_to_torchrun_ends_all_with_a_checkpoint(savedir):
     with Program(*serial(savedir), ranks=2) as program:
@@ -119,6 +120,7 @@ def test_a_signal_to_torchrun_ends_all_with_a_checkpoint(savedir):
     assert "stopped by SIGTERM" in program.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("rank-killed")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir, rank):
@@ -144,12 +146,16 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir, r
     "fault, message",
     [
         ("raises", "rank 1: KeyError: 'nothing'"),
-        ("exits", "rank 1: SystemExit: enough"),
+        pytest.param("exits", "rank 1: SystemExit: enough", marks=pytest.mark.slow),
         (
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
-        ("differs", "rank 1 has other weights than rank 0"),
+        pytest.param(
+            "differs",
+            "rank 1 has other weights than rank 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_goes_wrong_on_one_rank_ends_all_and_names_it(
@@ -182,12 +188,14 @@ def test_what_one_rank_alone_cannot_learn_is_refused_in_one_line(savedir):
     assert not savedir.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_could_not_be_resumed_is_refused(savedir):
     flags = ("--max-restarts", "1", "--master-port", "29777")
     line = refusal("--savedir", savedir, ranks=2, torchrun=flags)
     assert "torchrun could not resume this run: expected --xpid" in line
 
 
+@pytest.mark.slow
 def test_ranks_with_different_flags_are_refused(savedir):
     """As on two hosts whose commands differ."""
     hosts = ("--nnodes", "2", "--master-port", "29778", "--node-rank")
