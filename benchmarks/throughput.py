@@ -38,7 +38,11 @@ ONE = ["--envs_per_server", "1"]
 # The paper's batches: small updates are mostly Python.
 MOCK += ["--batch_size", "32"]
 
-# Name: (program, its flags, flags of servers started for it, streams to each of them).
+FOUR = [*MOCK_ENV, "--num_servers", "4", *ONE]
+
+# Name: (program, its flags, flags of servers started for it, streams to each of them or
+# DIAL: they dial the learner).
+DIAL = "dial"
 RUNS = {
     "MonoBeast": ("monobeast", PONG, None, 0),
     "PolyBeast, shallow": ("polybeast", [*PONG, "--net", "shallow"], None, 0),
@@ -51,12 +55,9 @@ RUNS = {
         None,
         0,
     ),
-    "mock, 64 streams of 1": (
-        "polybeast",
-        MOCK,
-        [*MOCK_ENV, "--num_servers", "4", *ONE],
-        16,
-    ),
+    "mock, 64 streams of 1": ("polybeast", MOCK, FOUR, 16),
+    "mock, 4 streams of 1, TCP": ("polybeast", MOCK, FOUR, 1),
+    "mock, 4 streams of 1, dialed": ("polybeast", MOCK, FOUR, DIAL),
 }
 
 
@@ -66,14 +67,17 @@ def command(program, args):
 
 @contextlib.contextmanager
 def servers(args, streams):
-    """Starts servers over TCP. Their addresses, each `streams` times."""
+    """Starts servers over TCP. Flags with which a learner has them."""
     n = int(args[args.index("--num_servers") + 1])
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     address = f"127.0.0.1:{port}"
     program = subprocess.Popen(
-        command("polybeast_env", [*args, "--address", address]),
+        command(
+            "polybeast_env",
+            [*args, "--learner" if streams == DIAL else "--address", address],
+        ),
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,7 +89,11 @@ def servers(args, streams):
         else:
             raise RuntimeError(f"no servers at {address}")
         threading.Thread(target=program.stderr.read, daemon=True).start()
-        yield [f"127.0.0.1:{port + i}" for i in range(n)] * streams
+        if streams == DIAL:
+            yield ["--listen", address]
+        else:
+            addresses = [f"127.0.0.1:{port + i}" for i in range(n)] * streams
+            yield ["--server_addresses", ",".join(addresses)]
     finally:
         program.terminate()
         program.wait()
@@ -164,8 +172,7 @@ def measure_run(name, options):
                 flags = limit.parse("polybeast", args)
                 server_args = [*server_args, "--num_servers", str(flags.num_servers)]
                 server_args += ["--envs_per_server", str(flags.envs_per_server)]
-            addresses = stack.enter_context(servers(server_args, streams))
-            args = [*args, "--server_addresses", ",".join(addresses)]
+            args = [*args, *stack.enter_context(servers(server_args, streams))]
         result.update(measure(program, args, options.seconds))
     if "limit" in result:
         result["share"] = result["steps_per_second"] / result["limit"]

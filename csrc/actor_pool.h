@@ -501,7 +501,10 @@ class ActorPool {
     if (!response->ParseFromZeroCopyStream(&second)) {
       throw std::runtime_error("the server sent a message that cannot be parsed");
     }
-    if (response->has_error()) throw std::runtime_error(response->error());
+    if (response->has_error()) {
+      throw std::runtime_error(response->error().empty() ? "the host gave no reason"
+                                                         : response->error());
+    }
     return true;
   }
 

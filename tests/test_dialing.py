@@ -48,6 +48,18 @@ def listen(savedir, address, *args, **kwargs):
     return Program(*flags_of(savedir, address, *args, **kwargs), module="polybeast")
 
 
+def connect(address, timeout_s=60):
+    """A connection, once somebody listens."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=30)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def end(program, signum=signal.SIGINT):
     program.signal(signum)
     assert program.end() == 128 + signum
@@ -175,9 +187,7 @@ def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
     address = here()
     flags = ("--max_streams", 2, "--env_timeout_seconds", 3)
     with listen(savedir, address, *flags) as learner:
-        learner.wait_for("to resume")
-        host, port = address.split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as silent:
+        with connect(address) as silent:
             with grpc.insecure_channel(address) as channel:
                 stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
                 calls = [stream(iter(lambda: time.sleep(100), None)) for _ in range(2)]
@@ -309,7 +319,7 @@ def test_each_end_that_finds_the_wrong_other_end_says_so(savedir):
             f"polybeast_env: error: --learner {address}: this is an environment "
             "server, expected a learner (--listen)"
         )
-        learner.wait_for("to resume")
+        connect(learner_address).close()
         flags = ("--env", CARTPOLE, "--savedir", savedir, "--xpid", "y")
         result = main(*flags, "--server_addresses", learner_address, module="polybeast")
         assert result.returncode == 2

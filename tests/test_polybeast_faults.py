@@ -27,7 +27,7 @@ from tests.test_polybeast import directories
 from tests.test_polybeast_env import READY, free_port
 from torchbeast import protocol
 from torchbeast import torchbeast_pb2 as pb
-from torchbeast.server import EnvironmentServer
+from torchbeast.server import make_welcome
 
 CARTPOLE = "CartPole-v1"
 
@@ -323,7 +323,7 @@ def cartpoles_first_response():
     flags = polybeast_env.parser().parse_args(["--env", CARTPOLE])
     env = polybeast_env.create_env(flags, 2)
     first = env.initial(1)
-    welcome = EnvironmentServer(polybeast_env.create_env, flags)._welcome(env, first)
+    welcome = make_welcome(env, first)
     welcome = pb.Response(welcome=welcome).SerializeToString()
     return pb.Response.FromString(welcome + protocol.encode_step(first))
 

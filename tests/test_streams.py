@@ -306,4 +306,4 @@ def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):
     for t in range(200, 500, 5):
         guests.update(pool, start + t)
     assert lines[0] == "host 10.0.0.1: 0 streams, 2 before"
-    assert lines[1:] == 2 * ["no host has dialed in"]  # After 60 s, then 120.
+    assert lines[1:] == 3 * ["no host has dialed in"]  # After 60, 120 and 240 s.

@@ -9,6 +9,10 @@ import socket
 
 from torchbeast.process import BadInput
 
+# What an address answers that is of the other kind.
+NOT_A_LEARNER = "this is an environment server, expected a learner (--listen)"
+NO_SERVER = "this is a learner (--listen), expected an environment server"  # listener.h
+
 
 def parse(text):
     """Returns the addresses in a text: one a line, or several between commas; # begins

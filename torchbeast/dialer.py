@@ -16,6 +16,7 @@ import grpc
 
 from torchbeast import calls, tls
 from torchbeast import torchbeast_pb2 as pb
+from torchbeast.addresses import NOT_A_LEARNER
 from torchbeast.batch import MAX_MESSAGE_BYTES
 from torchbeast.process import (
     Repeated,
@@ -25,7 +26,7 @@ from torchbeast.process import (
     log,
     setup_logging,
 )
-from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES, NOT_A_LEARNER
+from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
 from torchbeast.server import CLOSE_TIMEOUT_S, MAX_ERROR_CHARACTERS, Refused, converse
 
 MAX_WAIT_S = 10  # Between attempts.
@@ -174,3 +175,12 @@ def dial(create_env, flags, address, directory, parent):
     while dialer.streaming and time.monotonic() < deadline:
         time.sleep(0.01)  # Environments are closed.
     end_group()
+
+
+def main(parent):
+    """Runs the dialer that torchbeast/servers.py describes over the connection."""
+    try:
+        arguments = parent.recv()
+    except EOFError:  # The parent is gone.
+        return
+    dial(*arguments, parent)

@@ -14,8 +14,6 @@ from torchbeast.batch import MAX_STEP_BYTES
 PROTOCOL_VERSION = 2
 SERVICE = "torchbeast.protocol.EnvironmentServer"
 LEARNER_SERVICE = "torchbeast.protocol.Learner"
-NOT_A_LEARNER = "this is an environment server, expected a learner (--listen)"
-NO_SERVER = "this is a learner (--listen), expected an environment server"
 MAX_REQUEST_BYTES = 2**22
 MAX_METRICS_BYTES = 2**20  # Of a response.
 

@@ -245,9 +245,10 @@ class Ranks:
         try:
             yield
         except BaseException as e:
-            self.tell(e)
-            # No votes: the others wait for this rank's gradients, which do not come.
-            self._over = self.lost = True
+            if self.num > 1:
+                self.tell(e)
+                # No votes: the others wait for gradients of this rank that do not come.
+                self._over = self.lost = True
             raise
         self._updating = False
         self._ready_at = time.monotonic()

@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from torchbeast import calls, tls
 from torchbeast import torchbeast_pb2 as pb
-from torchbeast.addresses import why_not_free
+from torchbeast.addresses import NOT_A_LEARNER, why_not_free
 from torchbeast.batch import MAX_MESSAGE_BYTES
 from torchbeast.process import (
     BadInput,
@@ -36,7 +36,6 @@ from torchbeast.process import (
 from torchbeast.protocol import (
     LEARNER_SERVICE,
     MAX_REQUEST_BYTES,
-    NOT_A_LEARNER,
     PROTOCOL_VERSION,
     SERVICE,
     encode_spec,
@@ -326,10 +325,4 @@ def main(parent):
         arguments = parent.recv()
     except EOFError:  # The parent is gone.
         return
-    flags = arguments[1]
-    if getattr(flags, "learner", None) is None:
-        serve(*arguments, parent)
-    else:
-        from torchbeast import dialer
-
-        dialer.dial(*arguments, parent)
+    serve(*arguments, parent)

@@ -29,6 +29,7 @@ class Server:
         self.flags = flags
         self.address = address
         self.directory = directory
+        self.dials = getattr(flags, "learner", None) is not None
         self.failures = 0
         self.num_rollouts = 0
         self.start()
@@ -46,12 +47,13 @@ class Server:
         self.connection, theirs = multiprocessing.Pipe()
         # A new interpreter: a process of multiprocessing's would import what the
         # learner's main module does, and with it PyTorch (two seconds, 180 MB each).
+        module = "dialer" if self.dials else "server"
         code = f"""# The environment server at {self.address}.
 import sys
 from multiprocessing.connection import Connection
 parent = Connection({theirs.fileno()})
 sys.path[:] = parent.recv()
-from torchbeast.server import main
+from torchbeast.{module} import main
 main(parent)"""
         with theirs, signals_blocked():  # They are this process's to act on.
             self.process = subprocess.Popen(
@@ -85,8 +87,9 @@ main(parent)"""
         that it cannot go on.
         """
         with contextlib.suppress(OSError, EOFError):  # It has ended.
-            if self.connection.poll():
-                raise BadInput(self.connection.recv())
+            while self.dials and self.connection.poll():
+                if (message := self.connection.recv()) is not None:
+                    raise BadInput(message)
         if num_rollouts is not None and num_rollouts > self.num_rollouts:
             self.num_rollouts = num_rollouts
             self.failures = 0

@@ -12,13 +12,12 @@ import time
 from collections import Counter
 
 from torchbeast import devices, ranks, rollouts, tls
-from torchbeast.addresses import count_up, parse, why_not_free
+from torchbeast.addresses import NO_SERVER, count_up, parse, why_not_free
 from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
 from torchbeast.environment import NAME, leaves
 from torchbeast.flags import number, path
 from torchbeast.machine import num_cores
 from torchbeast.process import BadInput, Stop, allow_open_files, log
-from torchbeast.protocol import NO_SERVER
 
 FILES_PER_STREAM = 8
 MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
