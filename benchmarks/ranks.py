@@ -30,6 +30,7 @@ def main():
     seconds = {"vote": [], "sum": []}
     with Signals() as signals, group.voting(signals):
         for _ in range(options.rounds):
+            group.wait(lambda: False, None)  # So that all begin at the same time.
             start = time.perf_counter()
             group.wait(lambda: False, None)
             with group.update():
