@@ -42,8 +42,9 @@ OWN_FLAGS = {"command", "savedir", "tls_cert", "tls_key", "tls_ca"}  # May diffe
 class Ranks:
     """This process's rank, the number of ranks, and what they agree on.
 
-    One thread at a time, the one that learns, calls wait(), sum(), gather(), equal()
-    and finish(), in the same order on each rank. Any thread may call the others.
+    One thread at a time, the one that learns, calls wait(), update(), sum(), compare(),
+    all_gather() and finish(), in the same order on each rank. Any thread may call
+    check() and leave().
     """
 
     def __init__(self, rank=0, num=1, local_rank=0):
@@ -94,7 +95,7 @@ class Ranks:
             for name, x in theirs.items():
                 if x != all_given[0].get(name):
                     raise BadInput(
-                        f"rank {rank} has --{name} {x}, rank 0 {all_given[0][name]}: "
+                        f"rank {rank} has --{name} {x}, rank 0 {all_given[0].get(name)}: "
                         "expected the same flags on all ranks"
                     )
         flags.seed, flags.xpid = all_seeds[0], xpids[0]
