@@ -93,10 +93,11 @@ class Ranks:
         hosts, cores, all_given, all_seeds, xpids = zip(*self.all_gather(mine))
         for rank, theirs in enumerate(all_given):
             for name, x in theirs.items():
-                if x != all_given[0].get(name):
+                first = all_given[0].get(name)
+                if x != first:
                     raise BadInput(
-                        f"rank {rank} has --{name} {x}, rank 0 {all_given[0].get(name)}: "
-                        "expected the same flags on all ranks"
+                        f"rank {rank} has --{name} {x}, rank 0 {first}: expected the "
+                        "same flags on all ranks"
                     )
         flags.seed, flags.xpid = all_seeds[0], xpids[0]
         # A core is shared by the ranks that may use it.
