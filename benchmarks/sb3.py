@@ -25,13 +25,16 @@ from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from stable_baselines3.common.vec_env import VecFrameStack
 
+SAVE_EVERY_S = 300  # The same command goes on from there; seconds begin anew.
 SCHEDULE_STEPS = 10_000_000  # PPO's rates fall to 0 there; --steps may end it before.
 
 
-def make_model(algorithm, env_id, seed):
+def make_model(algorithm, env_id, seed, saved):
     """RL Zoo's hyperparams/a2c.yml and ppo.yml, section atari."""
     envs = make_atari_env(env_id, 16 if algorithm == "a2c" else 8, seed)
     envs = VecFrameStack(envs, 4)
+    if saved.exists():
+        return {"a2c": A2C, "ppo": PPO}[algorithm].load(saved, envs)
     if algorithm == "a2c":
         optimizer = dict(optimizer_class=RMSpropTFLike, optimizer_kwargs=dict(eps=1e-5))
         return A2C(
@@ -57,15 +60,18 @@ def make_model(algorithm, env_id, seed):
 
 
 class GameLog(BaseCallback):
-    """Writes a line for each game, and ends the run after a number of steps."""
+    """Writes a line for each game, saves now and then, and ends the run after a number
+    of steps."""
 
-    def __init__(self, file, steps):
+    def __init__(self, file, steps, saved):
         super().__init__()
         self.writer = csv.writer(file)
         columns = ("step", "seconds", "episodes", "episode_return", "episode_step")
-        self.writer.writerow(columns)
+        if file.tell() == 0:
+            self.writer.writerow(columns)
         self.steps = steps
-        self.begin = time.monotonic()
+        self.saved = saved
+        self.begin = self.saved_at = time.monotonic()
 
     def _on_step(self):
         seconds = round(time.monotonic() - self.begin, 1)
@@ -75,6 +81,9 @@ class GameLog(BaseCallback):
                 self.writer.writerow(
                     (self.num_timesteps, seconds, 1, game["r"], game["l"])
                 )
+        if time.monotonic() - self.saved_at > SAVE_EVERY_S:
+            self.saved_at = time.monotonic()
+            self.model.save(self.saved)
         return self.num_timesteps < self.steps
 
 
@@ -91,9 +100,14 @@ def main():
     gymnasium.register_envs(ale_py)
     out = flags.out.expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / "logs.csv", "w", newline="", buffering=1) as file:
-        model = make_model(flags.algorithm, flags.env, flags.seed)
-        model.learn(SCHEDULE_STEPS, callback=GameLog(file, flags.steps))
+    saved = out / "model.zip"
+    with open(out / "logs.csv", "a", newline="", buffering=1) as file:
+        model = make_model(flags.algorithm, flags.env, flags.seed, saved)
+        model.learn(
+            SCHEDULE_STEPS - model.num_timesteps,
+            callback=GameLog(file, flags.steps, saved),
+            reset_num_timesteps=not saved.exists(),
+        )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tests.programs import (
     run,
     wait_for_steps,
 )
+from tests.test_polybeast_env import free_port
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 RESTARTS = ("--standalone", "--max-restarts", "2")
@@ -190,7 +191,7 @@ def test_what_one_rank_alone_cannot_learn_is_refused_in_one_line(savedir):
 
 @pytest.mark.slow
 def test_a_run_that_could_not_be_resumed_is_refused(savedir):
-    flags = ("--max-restarts", "1", "--master-port", "29777")
+    flags = ("--max-restarts", "1", "--master-port", str(free_port()))
     line = refusal("--savedir", savedir, ranks=2, torchrun=flags)
     assert "torchrun could not resume this run: expected --xpid" in line
 
@@ -198,7 +199,7 @@ def test_a_run_that_could_not_be_resumed_is_refused(savedir):
 @pytest.mark.slow
 def test_ranks_with_different_flags_are_refused(savedir):
     """As on two hosts whose commands differ."""
-    hosts = ("--nnodes", "2", "--master-port", "29778", "--node-rank")
+    hosts = ("--nnodes", "2", "--master-port", str(free_port()), "--node-rank")
     one = Program(*serial(savedir), ranks=1, torchrun=(*hosts, "0"))
     two = Program(
         *serial(savedir, "--unroll_length", 7), ranks=1, torchrun=(*hosts, "1")
