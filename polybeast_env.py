@@ -109,22 +109,23 @@ def parser():
 def serve(flags):
     """Serves until a signal. Returns the exit code."""
     # Not at the top: who only makes environments needs no gRPC.
-    from torchbeast import server, servers
+    from torchbeast import addresses, server, servers
 
     if flags.num_servers is None:
         flags.num_servers = num_cores()
     if flags.learner is None:
-        address = flags.address or "127.0.0.1:50051"
-        where = servers.count_up(address, flags.num_servers)
+        module, address = "server", flags.address or "127.0.0.1:50051"
+        where = addresses.count_up(address, flags.num_servers)
     else:
         if flags.address is not None:
             raise BadInput("expected --address or --learner, not both")
-        flags.learner = servers.parse(flags.learner)
+        flags.learner = addresses.parse(flags.learner)
         if not flags.learner:
             raise BadInput("--learner is empty, expected HOST:PORT,...")
+        module = "dialer"
         where = list(islice(cycle(flags.learner), flags.num_servers))
     tls.check(flags, where)
-    tls.load(flags, "server" if flags.learner is None else "client")
+    tls.load(flags, {"server": "server", "dialer": "client"}[module])
     allow_open_files(max(4 * flags.num_servers, server.MAX_STREAMS))
     # BadInput is to be raised here, not in a process.
     environment.probe(create_env, flags, min(2, flags.envs_per_server))
@@ -132,9 +133,9 @@ def serve(flags):
     handle_signals(lambda signum, _: received.append(signum))
     if flags.insecure:
         log.warning(tls.INSECURE)
-    with servers.Servers(create_env) as running:
+    with servers.Servers(create_env, module) as running:
         running.start(flags, where)
-        what = "at" if flags.learner is None else "for the learners"
+        what = {"server": "at", "dialer": "for the learners"}[module]
         log.info(
             f"{flags.env}: {flags.envs_per_server} environments for each stream "
             f"{what} {', '.join(where)}"

@@ -26,6 +26,7 @@ from tests.test_polybeast_faults import CARTPOLE
 from torchbeast import dialer, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import why_not_free
+from torchbeast.process import BadInput
 from torchbeast.protocol import LEARNER_SERVICE, PROTOCOL_VERSION
 
 
@@ -343,6 +344,8 @@ def test_a_dialer_goes_on_to_the_next_address_when_its_own_stays_away(monkeypatc
         dialed.append(address)
         if len(dialed) == 12:
             d.close()
+        if len(dialed) == 7:
+            raise BadInput("a certificate is being replaced")
         return len(dialed) < 5, "gone"
 
     monkeypatch.setattr(d, "stream", stream)

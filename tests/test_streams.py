@@ -307,3 +307,12 @@ def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):
         guests.update(pool, start + t)
     assert lines[0] == "host 10.0.0.1: 0 streams, 2 before"
     assert lines[1:] == 3 * ["no host has dialed in"]  # After 60, 120 and 240 s.
+
+
+def test_a_file_says_nothing_of_hosts_that_dial_in(tmp_path, lines):
+    path = tmp_path / "hosts"
+    path.write_text("localhost:1")
+    pool = Pool("localhost:1", "10.0.0.1:5")
+    pool.streams[1]["dialed_in"] = True
+    streams.Streams(pool, flags(f"@{path}")).check()
+    assert pool.addresses() == ["10.0.0.1:5", "localhost:1"] and lines == []

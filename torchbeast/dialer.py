@@ -14,20 +14,13 @@ import traceback
 
 import grpc
 
-from torchbeast import calls, tls
+from torchbeast import server, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import NOT_A_LEARNER
 from torchbeast.batch import MAX_MESSAGE_BYTES
-from torchbeast.process import (
-    Repeated,
-    end_group,
-    keep_freed_memory,
-    lead_group,
-    log,
-    setup_logging,
-)
+from torchbeast.process import Repeated, first_line, log
 from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
-from torchbeast.server import CLOSE_TIMEOUT_S, MAX_ERROR_CHARACTERS, Refused, converse
+from torchbeast.server import MAX_ERROR_CHARACTERS, Refused, converse
 
 MAX_WAIT_S = 10  # Between attempts.
 PATIENCE_S = 60  # After which the next learner of the list is dialed, too.
@@ -43,7 +36,7 @@ class Dialer:
         i = flags.learner.index(address)
         self.addresses = flags.learner[i:] + flags.learner[:i]  # Its own comes first.
         self.wrong_end = None  # What the other end said it is.
-        self.streaming = False  # Environments may be there.
+        self.num_streams = 0  # 1 while there may be environments.
         self._call = None
         self._closed = threading.Event()
         self._tracebacks = Repeated()
@@ -55,7 +48,10 @@ class Dialer:
         while not self._closed.is_set():
             address = self.addresses[0]
             began_at = time.monotonic()
-            answered, why = self.stream(address)
+            try:
+                answered, why = self.stream(address)
+            except Exception as e:  # For example, a certificate is being replaced.
+                answered, why = False, first_line(e)
             now = time.monotonic()
             if NOT_A_LEARNER in why:
                 self.wrong_end = f"--learner {address}: {NOT_A_LEARNER}"
@@ -86,7 +82,7 @@ class Dialer:
             finally:
                 ended.set()
 
-        self.streaming = True
+        self.num_streams = 1
         try:
             with open_channel(address, self.flags) as channel:
                 stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
@@ -99,7 +95,7 @@ class Dialer:
                     why = "the learner ended the stream"
                 ended.wait()
         finally:
-            self.streaming = False
+            self.num_streams = 0
         return answered.is_set(), " ".join(why.split())
 
     def _converse(self, call, address, answered):
@@ -151,13 +147,8 @@ def open_channel(address, flags):
     return grpc.secure_channel(address, credentials, options)
 
 
-def dial(create_env, flags, address, directory, parent):
-    """Dials until the parent closes the connection, or is gone. Only the parent handles
-    signals."""
-    lead_group()
-    setup_logging()
-    keep_freed_memory()
-    calls.watch(f"{flags.env} for {address}", flags.env_timeout_seconds, log.error)
+def dial(create_env, flags, address, _directory, parent):
+    """Dials until the parent closes the connection, or is gone. Returns the Dialer."""
     dialer = Dialer(create_env, flags, address)
 
     def run():
@@ -171,16 +162,9 @@ def dial(create_env, flags, address, directory, parent):
         threading.Thread(target=run, name="dialer", daemon=True).start()
         parent.recv()
     dialer.close()
-    deadline = time.monotonic() + CLOSE_TIMEOUT_S
-    while dialer.streaming and time.monotonic() < deadline:
-        time.sleep(0.01)  # Environments are closed.
-    end_group()
+    return dialer
 
 
 def main(parent):
-    """Runs the dialer that torchbeast/servers.py describes over the connection."""
-    try:
-        arguments = parent.recv()
-    except EOFError:  # The parent is gone.
-        return
-    dial(*arguments, parent)
+    """Runs the process that torchbeast/servers.py describes over the connection."""
+    server.main(parent, dial)

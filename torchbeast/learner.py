@@ -199,6 +199,7 @@ class Learner:
             num_steps=self.steps_per_update,
             episodes=episodes,
             policy_lag=self.updates - sum(versions) / len(versions),
+            faulty=ranks.current.faulty,
         )
         self.updates += 1
         self.flush()

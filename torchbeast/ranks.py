@@ -169,7 +169,7 @@ class Ranks:
             if len(set(uuids)) == self.num:
                 self._nccl = dist.new_group(backend="nccl")
             else:
-                log.warning("ranks share a GPU: their gradients go through the CPU")
+                log.info("ranks share a GPU: their gradients go through the CPU")
 
     def leave(self, error):
         """Has all ranks end at their next vote, because of an exception of this
@@ -207,13 +207,6 @@ class Ranks:
             thread.join()
 
     # Votes.
-
-    def faulty_ranks(self):
-        """Returns the ranks whose losses were not finite in the last update, in a
-        text."""
-        if self.faulty is None:
-            return ""
-        return ", ".join(map(str, self.faulty.nonzero().flatten().tolist()))
 
     def check(self):
         """Raises Stop if the ranks have agreed to end."""

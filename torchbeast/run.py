@@ -279,12 +279,12 @@ class Run:
         now = time.monotonic()
         return self.seconds + now - (now if self._started is None else self._started)
 
-    def update(self, num_steps, statistics, episodes, policy_lag):
+    def update(self, num_steps, statistics, episodes, policy_lag, faulty=None):
         """Counts one update and logs it.
 
         statistics: {name: number}, what the agent's learn() returned; the first one is
         shown as the loss. episodes: dict of lists, `episode_return`, `episode_step` and
-        `training_episode_return`.
+        `training_episode_return`. faulty: Ranks.faulty of this update.
         Raises Stop if a statistic is not finite, or has the name of a run's column.
         """
         self.step += num_steps
@@ -298,8 +298,9 @@ class Run:
                 )
             if not math.isfinite(x):
                 where = f"step {self.step} (update {self.updates})"
-                if faulty := ranks.current.faulty_ranks():
-                    where += f" on rank {faulty}"
+                if faulty is not None and faulty.any():
+                    numbers = map(str, faulty.nonzero().flatten().tolist())
+                    where += f" on rank {', '.join(numbers)}"
                 raise Stop(
                     f"{name} is {x} at {where}; {self.last_checkpoint()}", save=False
                 )

@@ -268,11 +268,7 @@ def refuse(parent, message):
 
 def serve(create_env, flags, address, directory, parent):
     """Serves at the address until the parent closes the connection, or is gone; then
-    removes the directory. Only the parent handles signals."""
-    lead_group()
-    setup_logging()
-    keep_freed_memory()
-    calls.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
+    removes the directory. Returns the EnvironmentServer."""
     try:
         pool = start_threads(MAX_STREAMS + 8)  # And some for health checks.
     except RuntimeError as e:
@@ -313,16 +309,26 @@ def serve(create_env, flags, address, directory, parent):
     server.stop(grace=1).wait()
     if directory is not None:  # The parent may not have come to it.
         shutil.rmtree(directory, ignore_errors=True)
-    deadline = time.monotonic() + CLOSE_TIMEOUT_S
-    while environments.num_streams > 0 and time.monotonic() < deadline:
-        time.sleep(0.01)  # Environments are closed.
-    end_group()
+    return environments
 
 
-def main(parent):
-    """Runs the server that torchbeast/servers.py describes over the connection."""
+def main(parent, body=serve):
+    """Runs the process that torchbeast/servers.py describes over the connection. Only
+    the parent handles signals.
+
+    body: serve(), or another that returns when the parent wants no more of it, with
+    something whose num_streams falls to 0 when its environments are closed.
+    """
     try:
-        arguments = parent.recv()
+        create_env, flags, address, directory = parent.recv()
     except EOFError:  # The parent is gone.
         return
-    serve(*arguments, parent)
+    lead_group()
+    setup_logging()
+    keep_freed_memory()
+    calls.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
+    environments = body(create_env, flags, address, directory, parent)
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    while environments.num_streams > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    end_group()

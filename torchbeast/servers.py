@@ -15,7 +15,7 @@ import time
 from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
-from torchbeast.addresses import count_up, parse  # noqa: F401 (polybeast_env.py)
+from torchbeast.addresses import count_up
 from torchbeast.process import BadInput, Stop, kill_group, log, signals_blocked
 
 MAX_FAILURES = 5
@@ -24,12 +24,12 @@ MAX_FAILURES = 5
 class Server:
     """One supervised server process."""
 
-    def __init__(self, create_env, flags, address, directory):
+    def __init__(self, create_env, flags, address, directory, module):
         self.create_env = create_env
         self.flags = flags
         self.address = address
         self.directory = directory
-        self.dials = getattr(flags, "learner", None) is not None
+        self.module = module
         self.failures = 0
         self.num_rollouts = 0
         self.start()
@@ -47,13 +47,12 @@ class Server:
         self.connection, theirs = multiprocessing.Pipe()
         # A new interpreter: a process of multiprocessing's would import what the
         # learner's main module does, and with it PyTorch (two seconds, 180 MB each).
-        module = "dialer" if self.dials else "server"
         code = f"""# The environment server at {self.address}.
 import sys
 from multiprocessing.connection import Connection
 parent = Connection({theirs.fileno()})
 sys.path[:] = parent.recv()
-from torchbeast.{module} import main
+from torchbeast.{self.module} import main
 main(parent)"""
         with theirs, signals_blocked():  # They are this process's to act on.
             self.process = subprocess.Popen(
@@ -87,7 +86,8 @@ main(parent)"""
         that it cannot go on.
         """
         with contextlib.suppress(OSError, EOFError):  # It has ended.
-            while self.dials and self.connection.poll():
+            # A server that cannot start again says so, too, and is tried again.
+            while self.module == "dialer" and self.connection.poll():
                 if (message := self.connection.recv()) is not None:
                     raise BadInput(message)
         if num_rollouts is not None and num_rollouts > self.num_rollouts:
@@ -139,10 +139,12 @@ class Servers:
             servers.start(flags, addresses)
 
     create_env(flags, num_envs): a function that server processes can import.
+    module: "server", or "dialer" for processes that dial the learners at the addresses.
     """
 
-    def __init__(self, create_env):
+    def __init__(self, create_env, module="server"):
         self._create_env = create_env
+        self._module = module
         self._servers = []
         self._stack = contextlib.ExitStack()
 
@@ -164,7 +166,9 @@ class Servers:
         """
         for address in addresses:
             try:
-                server = Server(self._create_env, flags, address, directory)
+                server = Server(
+                    self._create_env, flags, address, directory, self._module
+                )
                 self._servers.append(server)
             except OSError as e:
                 message = f"the server at {address} cannot be started: {e.strerror}"

@@ -253,7 +253,8 @@ class Streams:
             self._read, self._warned = None, reason(e)
             return
         self._read, self._warned = version, None
-        old = Counter(s["address"] for s in self._actors.status())
+        status = self._actors.status()
+        old = Counter(s["address"] for s in status if not s["dialed_in"])
         changed = [a for a in old | new if new[a] != old[a]]
         for address in changed:
             if new[address] < old[address]:
