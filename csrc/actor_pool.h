@@ -164,11 +164,10 @@ class ActorPool {
       const auto timeout = std::chrono::duration<double>(options_.connect_timeout_s);
       const auto until =
           Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
-      // Hosts may come when they like.
-      if (options_.max_streams == 0) {
-        wait(&lock, &changed_, blocking, until, [&] { return stopping_ || reached_; });
-      }
-      if (!stopping_ && !reached_ && options_.max_streams == 0) {
+      const auto reached = [&] { return stopping_ || reached_; };
+      // Where hosts may dial in, they may come when they like.
+      if (options_.max_streams == 0 &&
+          !wait(&lock, &changed_, blocking, until, reached)) {
         std::string errors;
         for (const Actor& actor : actors_) {
           errors +=
@@ -266,9 +265,7 @@ class ActorPool {
     std::string error;
     try {
       converse(guest, writer, reader);
-      error = guest->silent ? "no environments came within " +
-                                  seconds(options_.welcome_timeout_s) + " s"
-                            : "the host is gone";
+      error = "the host is gone";
     } catch (const Closed&) {
       code = grpc::StatusCode::UNAVAILABLE;
       error = "the learner ends";
@@ -276,6 +273,10 @@ class ActorPool {
       error = std::string(e.what()).substr(0, kMaxErrorBytes);
     }
     std::lock_guard<std::mutex> lock(mu_);
+    if (guest->silent) {
+      error =
+          "no environments came within " + seconds(options_.welcome_timeout_s) + " s";
+    }
     (stopping_ ? rollouts_.ended : rollouts_.lost) += guest->filling;
     if (!stopping_ && departed_.size() < kMaxDeparted) {
       guest->status.last_error = error;

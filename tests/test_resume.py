@@ -135,9 +135,9 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(savedir, monkeypatch):
     returns = iter([5.0] * 100 + [1.0] * 10**6)  # Better, then worse for ever.
     update = run_module.Run.update
 
-    def update_with_returns(self, num_steps, statistics, episodes, policy_lag):
+    def update_with_returns(self, num_steps, statistics, episodes, *rest, **more):
         episodes = {**episodes, "episode_return": [next(returns) for _ in range(50)]}
-        update(self, num_steps, statistics, episodes, policy_lag)
+        update(self, num_steps, statistics, episodes, *rest, **more)
 
     monkeypatch.setattr(run_module.Run, "update", update_with_returns)
     flags = ("--checkpoint_interval_seconds", 1e-9, "--keep_checkpoints", 3)
