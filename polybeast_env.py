@@ -19,7 +19,7 @@ from itertools import cycle, islice
 import atari_wrappers
 from torchbeast import environment, tls
 from torchbeast.batch import MAX_ENVS
-from torchbeast.flags import Parser, number, run_command
+from torchbeast.flags import Parser, number, run_command, text_or_path
 from torchbeast.machine import num_cores
 from torchbeast.process import (
     BadInput,
@@ -91,9 +91,9 @@ def parser():
     g.add_argument("--address", metavar="HOST:PORT",
                    help="address of the first server, or unix:PATH; the others count "
                    "up (default: 127.0.0.1:50051)")
-    g.add_argument("--learner", metavar="HOST:PORT,...",
+    g.add_argument("--learner", metavar="HOST:PORT,...", type=text_or_path,
                    help="learners to dial (polybeast --listen), one after the other "
-                   "by each process")
+                   "by each process; @FILE: read each time")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
                    help="processes (default: one per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), default=8,
@@ -119,11 +119,9 @@ def serve(flags):
     else:
         if flags.address is not None:
             raise BadInput("expected --address or --learner, not both")
-        flags.learner = addresses.parse(flags.learner)
-        if not flags.learner:
-            raise BadInput("--learner is empty, expected HOST:PORT,...")
         module = "dialer"
-        where = list(islice(cycle(flags.learner), flags.num_servers))
+        found = addresses.of_flag("--learner", flags.learner, list)
+        where = list(islice(cycle(found), flags.num_servers))
     tls.check(flags, where)
     tls.load(flags, {"server": "server", "dialer": "client"}[module])
     allow_open_files(max(4 * flags.num_servers, server.MAX_STREAMS))

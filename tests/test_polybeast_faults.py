@@ -203,7 +203,9 @@ def test_servers_are_added_and_removed_by_a_file(tmp_path):
         learner.wait_for(f"{path}: {two} has 0 streams, 1 before")
         learner.wait_for(f"{path}: {three} has 1 streams, 2 before")
         write("")
-        learner.wait_for(f"{path}: no address in it; goes on as it is")
+        learner.wait_for(
+            f"{path}: no address, expected HOST:PORT,...; goes on as it is"
+        )
         wait_for_steps(tmp_path, 1000)
         learner.signal(signal.SIGINT)
         assert learner.end() == 130
@@ -216,8 +218,8 @@ def test_servers_are_added_and_removed_by_a_file(tmp_path):
     ("content", "message"),
     [
         (None, "No such file or directory"),
-        (b"", "no address in it"),
-        (b"# nothing\n,\n", "no address in it"),
+        (b"", "no address, expected HOST"),
+        (b"# nothing\n,\n", "no address, expected HOST"),
         (b"\xff\xfe", "can't decode byte"),
     ],
 )

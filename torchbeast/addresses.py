@@ -4,6 +4,7 @@ No torch in here: environment servers import this file.
 """
 
 import os
+import pathlib
 import re
 import socket
 
@@ -24,6 +25,33 @@ def parse(text):
         if not port or not 0 < int(port[1] or 1) < 65536:
             raise BadInput(f"{address!r}: expected HOST:PORT or unix:PATH")
     return found
+
+
+def read(text):
+    """Returns the addresses HOST:PORT,..., or those in a file, @FILE. Raises OSError or
+    ValueError if there are none."""
+    if text.startswith("@"):
+        path = pathlib.Path(text[1:])
+        if path.exists() and not path.is_file():  # A pipe would be waited for.
+            raise ValueError("expected a file")
+        text = path.read_text(encoding="utf-8-sig")
+    if found := parse(text):
+        return found
+    raise ValueError("no address, expected HOST:PORT,...")
+
+
+def of_flag(flag, text, check):
+    """Returns check(read(text)). What that raises becomes BadInput with the flag."""
+    file = f" {text}" if text.startswith("@") else ""
+    try:
+        return check(read(text))
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{flag}{file}: {reason(e)}") from e
+
+
+def reason(error):
+    """Returns why read() has failed."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def count_up(first, n, flag="--address"):

@@ -16,7 +16,7 @@ import grpc
 
 from torchbeast import server, tls
 from torchbeast import torchbeast_pb2 as pb
-from torchbeast.addresses import NOT_A_LEARNER
+from torchbeast.addresses import NOT_A_LEARNER, read
 from torchbeast.batch import MAX_MESSAGE_BYTES
 from torchbeast.process import Repeated, first_line, log
 from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
@@ -33,8 +33,9 @@ class Dialer:
     def __init__(self, create_env, flags, address):
         self.create_env = create_env
         self.flags = flags
-        i = flags.learner.index(address)
-        self.addresses = flags.learner[i:] + flags.learner[:i]  # Its own comes first.
+        self.number = random.randrange(10**6)  # Of a learner in the list.
+        with contextlib.suppress(OSError, ValueError):  # It is none any more.
+            self.number = read(flags.learner).index(address)
         self.wrong_end = None  # What the other end said it is.
         self.num_streams = 0  # 1 while there may be environments.
         self._call = None
@@ -43,12 +44,15 @@ class Dialer:
 
     def run(self):
         """Dials until close(), or until the other end is not a learner."""
-        wait_s, remind_s, reminded_at, reason = 0.1, REMIND_S, None, None
+        wait_s, remind_s, reminded_at, said = 0.1, REMIND_S, None, None
         seen_at = time.monotonic()  # The learner of this address.
         while not self._closed.is_set():
-            address = self.addresses[0]
+            address = f"--learner {self.flags.learner}"
             began_at = time.monotonic()
             try:
+                found = read(self.flags.learner)
+                tls.check(self.flags, found)
+                address = found[self.number % len(found)]
                 answered, why = self.stream(address)
             except Exception as e:  # For example, a certificate is being replaced.
                 answered, why = False, first_line(e)
@@ -59,13 +63,13 @@ class Dialer:
             if answered:
                 seen_at = now
                 if now - began_at > MAX_WAIT_S:
-                    wait_s, reason = 0.1, None
-            if why != reason or now - reminded_at > remind_s:
-                remind_s = REMIND_S if why != reason else 2 * remind_s
-                reminded_at, reason = now, why
+                    wait_s, said = 0.1, None
+            if why != said or now - reminded_at > remind_s:
+                remind_s = REMIND_S if why != said else 2 * remind_s
+                reminded_at, said = now, why
                 log.warning("%s: no stream, dials again: %s", address, why)
             if now - seen_at > PATIENCE_S:  # Of the others each is tried once.
-                self.addresses = self.addresses[1:] + self.addresses[:1]
+                self.number += 1
             self._closed.wait(wait_s * random.uniform(0.5, 1.5))
             wait_s = min(MAX_WAIT_S, 2 * wait_s)
 

@@ -79,6 +79,11 @@ def path(text):
         raise argparse.ArgumentTypeError(f"{text}: {e}") from e
 
 
+def text_or_path(text):
+    """An argparse type: any text, or @FILE with an absolute path."""
+    return f"@{path(text[1:])}" if text[:1] == "@" else text
+
+
 def load_agent(name):
     """Imports the module that --agent names. Raises BadInput if it is not an agent."""
     try:

@@ -6,16 +6,22 @@ import argparse
 import json
 import math
 import os
-import pathlib
 import re
 import time
 from collections import Counter
 
 from torchbeast import devices, ranks, rollouts, tls
-from torchbeast.addresses import NO_SERVER, count_up, parse, why_not_free
+from torchbeast.addresses import (
+    NO_SERVER,
+    count_up,
+    of_flag,
+    read,
+    reason,
+    why_not_free,
+)
 from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
 from torchbeast.environment import NAME, leaves
-from torchbeast.flags import number, path
+from torchbeast.flags import number, text_or_path
 from torchbeast.machine import num_cores
 from torchbeast.process import BadInput, Stop, allow_open_files, log
 
@@ -33,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("environment servers")
-    g.add_argument("--server_addresses", metavar="HOST:PORT,...", type=with_path,
+    g.add_argument("--server_addresses", metavar="HOST:PORT,...", type=text_or_path,
                    help="running servers (python -m polybeast_env), or unix:PATH; one "
                    "stream each; @FILE: one a line, read again when it changes "
                    "(default: starts servers of its own)")
@@ -61,11 +67,6 @@ def parser() -> argparse.ArgumentParser:
                    "is evaluated (default: 2 with a GPU, else 1)")
     # fmt: on
     return p
-
-
-def with_path(text):
-    """An argparse type: @FILE with an absolute path."""
-    return f"@{path(text[1:])}" if text[:1] == "@" else text
 
 
 def set_defaults(flags):
@@ -109,36 +110,24 @@ def check_sizes(flags, step, specs):
 
 
 def addresses(flags):
-    """Returns the addresses of --server_addresses (HOST:PORT,... or @FILE), or None
-    without the flag. Raises BadInput if there are none, or if one may not be connected
-    to."""
-    flag = flags.server_addresses
-    if flag is None:
+    """Returns the addresses of --server_addresses, or None without the flag. Raises
+    BadInput if there are none, or if one may not be connected to."""
+    text = flags.server_addresses
+    if text is None:
         return None
-    try:
-        if flag.startswith("@"):
-            return read(flag[1:], flags)
-        if found := parse(flag):
-            tls.check(flags, found)
-            return of_this_rank(found)
-    except (OSError, ValueError) as e:
-        file = f" {flag}" if flag.startswith("@") else ""
-        raise BadInput(f"--server_addresses{file}: {reason(e)}") from e
-    raise BadInput("--server_addresses is empty, expected HOST:PORT,... or @FILE")
+    return of_flag("--server_addresses", text, lambda found: usable(found, flags))
 
 
-def read(path, flags):
-    """Returns the addresses in a file. Raises OSError or ValueError if there are none,
-    or if one may not be connected to."""
-    path = pathlib.Path(path)
-    if path.exists() and not path.is_file():  # A pipe would be waited for.
-        raise ValueError("expected a file")
-    if found := parse(path.read_text(encoding="utf-8-sig")):
-        tls.check(flags, found)
-        found = of_this_rank(found)
-        allow_open_files(FILES_PER_STREAM * len(found))
-        return found
-    raise ValueError("no address in it")
+def usable(found, flags):
+    """Returns those of the addresses that are this rank's. Raises BadInput if one may
+    not be connected to, or if there are too few or too many."""
+    tls.check(flags, found)
+    rank, num = ranks.current.rank, ranks.current.num
+    if len(found) < num:
+        raise BadInput(f"{len(found)} addresses for {num} learners")
+    found = found[rank::num]
+    allow_open_files(FILES_PER_STREAM * len(found))
+    return found
 
 
 def listen_address(flags):
@@ -152,19 +141,6 @@ def listen_address(flags):
     if why := why_not_free(address):
         raise BadInput(f"--listen {address}: {why}")
     return address
-
-
-def of_this_rank(found):
-    """Returns every N-th address from this rank's number on. Raises BadInput if there
-    are fewer than ranks."""
-    rank, num = ranks.current.rank, ranks.current.num
-    if len(found) < num:
-        raise BadInput(f"{len(found)} addresses for {num} learners")
-    return found[rank::num]
-
-
-def reason(error):
-    return getattr(error, "strerror", None) or str(error)
 
 
 class Streams:
@@ -181,8 +157,8 @@ class Streams:
     def __init__(self, actors, flags):
         self._actors = actors
         self._flags = flags
-        flag = flags.server_addresses
-        self._path = flag[1:] if flag is not None and flag.startswith("@") else None
+        text = flags.server_addresses or ""
+        self._path = text[1:] if text.startswith("@") else None
         self._read = None  # What tells whether the file has changed since.
         self._warned = None  # Of what.
         self._logs = {}  # By the streams' numbers.
@@ -246,7 +222,7 @@ class Streams:
             version = stat.st_mtime_ns, stat.st_size, stat.st_ino
             if version == self._read:
                 return
-            new = Counter(read(self._path, self._flags))
+            new = Counter(usable(read(f"@{self._path}"), self._flags))
         except (OSError, ValueError) as e:
             if self._warned != reason(e):
                 log.warning("%s: %s; goes on as it is", self._path, reason(e))
