@@ -40,7 +40,7 @@ test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS)
 
-test-slow: csrc-test-slow
+test-slow: csrc-test-slow $(VENV)/.fleets
 	$(python) -m pytest -n 3 --dist worksteal -m slow $(ARGS)
 
 test-faults: setup
@@ -130,6 +130,15 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 	$(python) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(python) -m pip install --quiet --disable-pip-version-check --no-deps \
 		$(examples:%=-r %)
+	touch $@
+
+# The engines that the tests of fleets run on.
+$(VENV)/.fleets: $(VENV)/.dev
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
+		$(MAKE) --no-print-directory system-package \
+		PACKAGE="slurmctld slurmd slurm-client munge"
+	$(python) -m pip install --quiet --disable-pip-version-check \
+		--constraint requirements.txt ray==2.60.0 kubernetes-validate==1.34.1
 	touch $@
 
 # The C++ part, built in place.

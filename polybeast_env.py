@@ -11,6 +11,7 @@ nothing in here imports torch.
 """
 
 import argparse
+import random
 import signal
 import sys
 import time
@@ -121,7 +122,8 @@ def serve(flags):
             raise BadInput("expected --address or --learner, not both")
         module = "dialer"
         found = addresses.of_flag("--learner", flags.learner, list)
-        where = list(islice(cycle(found), flags.num_servers))
+        first = random.randrange(len(found))  # So that no learner comes last always.
+        where = list(islice(cycle(found), first, first + flags.num_servers))
     tls.check(flags, where)
     tls.load(flags, {"server": "server", "dialer": "client"}[module])
     allow_open_files(max(4 * flags.num_servers, server.MAX_STREAMS))

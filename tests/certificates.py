@@ -24,11 +24,11 @@ def new_key(path):
     openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", path)
 
 
-def make(directory, *hosts):
-    """Runs the block of docs/multi-machine.md for a learner at 127.0.0.1."""
+def make(directory, *hosts, learners="127.0.0.1,localhost"):
+    """Runs the block of docs/multi-machine.md."""
     text = (ROOT / "docs/multi-machine.md").read_text()
     block = text.partition("<!-- certificates -->\n```bash\n")[2].partition("```")[0]
-    names = {"learners": "127.0.0.1,localhost", "hosts": " ".join(hosts)}
+    names = {"learners": learners, "hosts": " ".join(hosts)}
     for name, x in names.items():
         block, n = re.subn(f"^{name}=.*", f'{name}="{x}"', block, flags=re.M)
         assert n == 1

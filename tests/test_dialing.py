@@ -140,7 +140,7 @@ def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monke
     one, two = here(), here()
     with dial(f"{one},{two}") as host:
         with listen(savedir, one) as learner:
-            wait_for_steps(savedir, 400)
+            wait_for_steps(savedir, 400, timeout_s=dialer.PATIENCE_S + 60)
             learner.signal(signal.SIGKILL)
         with listen(savedir, two) as learner:
             wait_for_steps(savedir, 400, timeout_s=dialer.PATIENCE_S + 60)
