@@ -23,7 +23,7 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import CARTPOLE
-from torchbeast import dialer, tls
+from torchbeast import dialer, streams, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import why_not_free
 from torchbeast.process import BadInput
@@ -377,6 +377,15 @@ def test_a_dialer_goes_on_to_the_next_address_when_its_own_stays_away(monkeypatc
     monkeypatch.setattr(dialer, "PATIENCE_S", 0)
     d.run()
     assert dialed == [*5 * ["b:2"], *2 * ["c:3", "a:1", "b:2"], "c:3"]
+
+
+def test_a_host_is_named_by_its_address():
+    for address, host in (
+        ("10.0.0.5:43210", "10.0.0.5"),
+        ("%5B::1%5D:43210", "[::1]"),
+        ("", "here"),
+    ):
+        assert streams.host_of({"address": address}) == host
 
 
 def test_an_address_that_nobody_has_is_free():

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections import Counter
+from urllib.parse import unquote
 
 from torchbeast import devices, ranks, rollouts, tls
 from torchbeast.addresses import (
@@ -289,7 +290,7 @@ class Guests:
 
 
 def host_of(status):
-    return status["address"].rpartition(":")[0] or "here"
+    return unquote(status["address"].rpartition(":")[0]) or "here"  # %5B::1%5D
 
 
 def decode_metrics(texts):
