@@ -37,14 +37,16 @@ poly: setup
 
 # Three workers, also for two cores: most tests wait now and then.
 test: lint csrc-test
-	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py >/dev/null
+	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py \
+		tests/dialing_faults.py >/dev/null
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-slow: csrc-test-slow $(VENV)/.fleets
 	$(python) -m pytest -n 3 --dist worksteal -m slow $(ARGS)
 
 test-faults: setup
-	$(python) -m pytest -n 3 --dist worksteal $(ARGS) tests/faults.py
+	$(python) -m pytest -n 3 --dist worksteal $(ARGS) \
+		tests/faults.py tests/dialing_faults.py
 
 lint: setup
 	$(python) -m ruff check .

@@ -159,7 +159,7 @@ class Program:
 
     def workers(self):
         """Process ids of actors or servers. (multiprocessing has helpers, too.)"""
-        names = "spawn_main", "torchbeast.server"
+        names = "spawn_main", "torchbeast.server", "torchbeast.dialer"
         return [
             pid
             for pid in children(self.process.pid)
@@ -342,9 +342,10 @@ class Host:
     """A network namespace, linked to ours; Program(host=host) runs in it. Where the
     machine does not allow that, another name for this host."""
 
-    def __init__(self, name=None, ip="127.0.0.1"):
+    def __init__(self, name=None, ip="127.0.0.1", our_ip="127.0.0.1"):
         self.name = name
         self.ip = ip
+        self.our_ip = our_ip  # As it sees this one.
         self.prefix = ["ip", "netns", "exec", name] if name else []
 
     def cut_off(self, program):
@@ -361,11 +362,11 @@ class Host:
         else:
             program.signal_all(signal.SIGCONT)
 
-    def create(self, our_ip):
+    def create(self):
         self._ip("netns", "add", self.name)
         self._ip("link", "add", self.name, "type", "veth", "peer", "name", "eth0",
                  "netns", self.name)  # fmt: skip
-        self._ip("addr", "add", f"{our_ip}/30", "dev", self.name)
+        self._ip("addr", "add", f"{self.our_ip}/30", "dev", self.name)
         self._ip("link", "set", self.name, "up")
         inside = ("-n", self.name)
         self._ip(*inside, "addr", "add", f"{self.ip}/30", "dev", "eth0")
@@ -389,11 +390,12 @@ def hosts(n):
         # Of the network that is set aside for measurements (RFC 2544).
         ip = f"198.18.{os.getpid() % 256}"
         result = [
-            Host(f"beast{os.getpid()}-{i}", f"{ip}.{4 * i + 2}") for i in range(n)
+            Host(f"beast{os.getpid()}-{i}", f"{ip}.{4 * i + 2}", f"{ip}.{4 * i + 1}")
+            for i in range(n)
         ]
         try:
-            for i, host in enumerate(result):
-                host.create(f"{ip}.{4 * i + 1}")
+            for host in result:
+                host.create()
             yield result
             return
         except subprocess.CalledProcessError as e:
