@@ -2,8 +2,9 @@
 
     python benchmarks/soak.py --minutes 20 --out soak.json
 
+Two learners of one run have servers on two hosts, and a third host dials them.
 Environments raise and hang (tests/faulty_envs.py: Flaky). Every few seconds one more of
-FAULTS happens to the servers, to the network, to the learner or to all at once. At the
+FAULTS happens to the servers, to the network, to the learners or to all at once. At the
 end every rollout must be accounted for, memory and open files must not have grown, and
 nothing may be left behind. Exit code 1 if that is not so, or if training stops.
 """
@@ -33,7 +34,10 @@ from torchbeast import machine  # noqa: E402
 ENV = "tests.faulty_envs:Flaky-v0"
 T = 20
 CHECKPOINT_S = 5
-PORTS = 50051, 50053  # Of each host's first server; it has two.
+PORTS = 50051, 50053  # Of each server host's first server; it has two.
+LEARNERS = 50060, 50061
+DIALS = 2  # The last host.
+RANKS = 2
 
 
 class Soak:
@@ -52,16 +56,19 @@ class Soak:
     def start(self):
         for i in range(len(self.hosts)):
             self.start_servers(i)
-        self.write(range(len(self.hosts)))
+        self.write(range(DIALS))
         self.start_learner()
 
     # The programs.
 
     def start_servers(self, i):
+        here = self.hosts[i].our_ip
+        where = ["--learner", ",".join(f"{here}:{port}" for port in LEARNERS)]
+        if i != DIALS:
+            where = ["--address", f"{self.hosts[i].ip}:{PORTS[i]}"]
         self.servers[i] = Program(
-            "--env", ENV, "--address", f"{self.hosts[i].ip}:{PORTS[i]}",
-            "--num_servers", 2, "--envs_per_server", 4, "--env_timeout_seconds", 5,
-            "--insecure",
+            "--env", ENV, *where, "--num_servers", 2, "--envs_per_server", 4,
+            "--env_timeout_seconds", 5, "--insecure",
             module="polybeast_env", host=self.hosts[i],
         )  # fmt: skip
         self.servers[i].wait_for("environments for each stream")
@@ -84,24 +91,29 @@ class Soak:
             "--savedir", self.directory, "--xpid", "x", "--unroll_length", T,
             "--log_interval_steps", 400, "--total_steps", 10**9,
             "--checkpoint_interval_seconds", CHECKPOINT_S,
-            module="polybeast",
+            "--listen", f"0.0.0.0:{LEARNERS[0]}",
+            module="polybeast", ranks=RANKS,
         )  # fmt: skip
         line = self.learner.wait_for("resuming" if self.sessions else "streams")
         self.resumed_at = int(m[1]) if (m := re.search(r"at step (\d+)", line)) else 0
         if self.lost_steps and self.lost_steps[-1] is None:
             self.lost_steps[-1] = self.killed_at - self.resumed_at
 
-    def end_learner(self, signum):
-        self.learner.signal(signum)
-        code = self.learner.end()  # Asserts that it leaves nothing behind.
-        killed = signum == signal.SIGKILL  # It cannot say what it did.
-        expected = -signum if killed else 128 + signum
-        if code != expected:
-            raise AssertionError(f"exit code {code}:\n{self.learner.output[-3000:]}")
+    def end_learner(self, why, accounts=True):
+        """Waits for the end of the learners, who have got a signal or lost a rank.
+
+        accounts: they can say what they did.
+        """
+        self.learner.end()  # Asserts that it leaves nothing behind.
+        counts = collections.Counter()
+        if accounts:
+            log = (self.directory / "x" / "out.rank1.log").read_text()
+            if why not in self.learner.output + log:
+                raise AssertionError(f"not {why}:\n{self.learner.output[-3000:]}")
+            for text in (self.learner.output, log):
+                counts.update(rollouts(text))
         self.sessions.append({
-            "ended by": signal.Signals(signum).name, "exit code": code,
-            "steps": self.step() - self.resumed_at,
-            "rollouts": {} if killed else rollouts(self.learner),
+            "ended by": why, "steps": self.step() - self.resumed_at, "rollouts": counts,
             "reconnects": self.learner.output.count(": connected (reconnects"),
         })  # fmt: skip
 
@@ -140,25 +152,37 @@ class Soak:
         self.hosts[i].restore(self.servers[i])
 
     def host_leaves_and_joins(self):
-        i = self.rng.randrange(len(self.servers))
+        i = self.rng.randrange(DIALS)
         self.write({0, 1} - {i})
         time.sleep(self.rng.uniform(1, 10))
         self.write({0, 1})
 
-    def learner_is_killed(self):
+    def learners_are_killed(self):
         self.killed_at = self.step()
         self.lost_steps.append(None)
-        self.end_learner(signal.SIGKILL)
+        for pid in (self.learner.process.pid, *self.learner.ranks()):
+            os.kill(pid, signal.SIGKILL)
+        self.end_learner("SIGKILL", accounts=False)
         self.start_learner()
 
-    def learner_is_stopped_and_resumed(self):
-        self.end_learner(self.rng.choice([signal.SIGTERM, signal.SIGINT]))
+    def second_rank_is_killed(self):
+        os.kill(self.learner.ranks()[1], signal.SIGKILL)
+        self.end_learner("another rank is gone", accounts=False)
+        self.start_learner()
+
+    def learners_are_stopped_and_resumed(self):
+        signum = self.rng.choice([signal.SIGTERM, signal.SIGINT])
+        pids = self.learner.process.pid, *self.learner.ranks()
+        os.kill(self.rng.choice(pids), signum)  # Torchrun, or one of them.
+        self.end_learner(f"stopped by {signal.Signals(signum).name}")
         self.start_learner()
 
     def everything_is_suspended(self):
-        for signum, seconds in ((signal.SIGSTOP, 60), (signal.SIGCONT, 0)):
-            for program in (*self.servers, self.learner):
+        for signum, seconds in ((signal.SIGSTOP, 30), (signal.SIGCONT, 0)):
+            for program in self.servers:
                 program.signal_all(signum)
+            for pid in (self.learner.process.pid, *self.learner.ranks()):
+                os.kill(pid, signum)
             time.sleep(seconds)
 
     FAULTS = (
@@ -168,8 +192,9 @@ class Soak:
         servers_are_restarted_in_order,
         network_is_cut,
         host_leaves_and_joins,
-        learner_is_killed,
-        learner_is_stopped_and_resumed,
+        learners_are_killed,
+        second_rank_is_killed,
+        learners_are_stopped_and_resumed,
         everything_is_suspended,
     )
 
@@ -177,7 +202,7 @@ class Soak:
 
     def sample(self, start):
         """Memory (MB, resident) and open files of every process."""
-        pids = [("learner", self.learner.process.pid)]
+        pids = [("learner", pid) for pid in self.learner.ranks()]
         pids += [("server", pid) for s in self.servers for pid in s.workers()]
         for kind, pid in pids:
             try:
@@ -237,8 +262,8 @@ def main():
     rng = random.Random(options.seed)
     counts = dict.fromkeys((f.__name__ for f in Soak.FAULTS), 0)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory, hosts(2) as two:
-        soak = Soak(directory, two, rng)
+    with tempfile.TemporaryDirectory() as directory, hosts(3) as three:
+        soak = Soak(directory, three, rng)
         try:
             soak.start()
             soak.wait_for_progress(start)
@@ -251,8 +276,9 @@ def main():
                 fault(soak)
                 soak.wait_for_progress(start)
                 counts[fault.__name__] += 1
-            soak.end_learner(signal.SIGTERM)
-            for i in range(len(two)):
+            soak.learner.signal(signal.SIGTERM)
+            soak.end_learner("stopped by SIGTERM")
+            for i in range(len(three)):
                 soak.end_servers(i)
         finally:
             soak.close()

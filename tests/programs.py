@@ -215,7 +215,9 @@ class Program:
 
 
 def shared_memory():
-    return set(os.listdir("/dev/shm"))
+    """Names of what PyTorch and multiprocessing have there."""
+    names = os.listdir("/dev/shm")
+    return {n for n in names if n.startswith(("torch_", "psm_", "sem.", "pym-"))}
 
 
 def _stat(pid):
