@@ -2,8 +2,9 @@
 
     python benchmarks/plot.py ~/logs/torchbeast/latest --out docs/results/pong
 
-writes pong.png (return over steps; one line per run) and, for a single run, pong.csv:
-about 500 lines, each the mean over the lines of logs.csv that it stands for.
+writes pong.png (return over steps; one line per run, in one color if they have one of
+--labels) and, for a single run, pong.csv: about 500 lines, each the mean over the lines
+of logs.csv that it stands for.
 """
 
 import argparse
@@ -74,6 +75,7 @@ def main():
     p.add_argument("--labels", nargs="*", default=[])
     flags = p.parse_args()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    colors = {}
     for i, run in enumerate(flags.runs):
         path = run / "logs.csv"
         if not path.is_file():
@@ -86,9 +88,12 @@ def main():
             p.error(f"{path} has no {name} yet")
         by_episode = name.startswith("episode")
         points = moving_average(rows, name) if by_episode else single
-        (line,) = axes.plot(*zip(*points), label=label)
+        color = colors.get(label, f"C{len(colors)}")
+        shown = f"_{label}" if label in colors else label  # Once in the legend.
+        colors[label] = color
+        axes.plot(*zip(*points), label=shown, color=color)
         if len(flags.runs) == 1:
-            axes.plot(*zip(*single), ".", ms=1, alpha=0.3, color=line.get_color())
+            axes.plot(*zip(*single), ".", ms=1, alpha=0.3, color=color)
     axes.set(
         xlabel="agent steps",
         ylabel=f"{flags.column.replace('_', ' ')}, mean of the last 100"
