@@ -503,8 +503,8 @@ class ActorPool {
       throw std::runtime_error("the server sent a message that cannot be parsed");
     }
     if (response->has_error()) {
-      throw std::runtime_error(response->error().empty() ? "the host gave no reason"
-                                                         : response->error());
+      const char* reason = response->error().c_str();  // As what() ends it.
+      throw std::runtime_error(*reason == 0 ? "the host gave no reason" : reason);
     }
     return true;
   }

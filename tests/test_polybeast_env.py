@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import polybeast_env
 from tests import fuzz_requests
+from tests.csrc import make_corpus
 from tests.programs import ROOT, Program, run
 from torchbeast import protocol
 from torchbeast import torchbeast_pb2 as pb
@@ -254,6 +255,13 @@ def test_a_step_that_is_too_large_is_refused_by_name():
 def test_whatever_learners_send_is_answered_or_refused():
     ends, _ = fuzz_requests.fuzz(seed=1, num_streams=2000)
     assert ends.keys() == {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
+
+
+def test_fuzzing_begins_with_what_servers_answer_today():
+    for name, responses in make_corpus.corpus().items():
+        data = [response.SerializeToString() for response in responses]
+        file = (make_corpus.CORPUS / name).read_bytes()
+        assert pb.Arrays.FromString(file) == pb.Arrays(data=data), name
 
 
 def test_what_an_environment_raises_ends_its_stream_in_its_own_words(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.environment import Environment, make
 from torchbeast.protocol import PROTOCOL_VERSION, encode_spec, encode_step
-from torchbeast.server import EnvironmentServer
+from torchbeast.server import make_welcome
 
 CORPUS = pathlib.Path(__file__).parent / "corpus"
 
@@ -21,7 +21,7 @@ def answers(env, num_envs, num_steps=4):
     """[Response] of a server of this environment."""
     env = Environment(make(env, num_envs))
     step = env.initial(1)
-    welcome = EnvironmentServer(None, None)._welcome(env, step)
+    welcome = make_welcome(env, step)
     responses = [pb.Response.FromString(encode_step(step))]
     responses[0].welcome.CopyFrom(welcome)
     for _ in range(num_steps):
@@ -72,14 +72,17 @@ def corpus():
     no_bool = hand_made({"done": np.zeros(1, bool)})
     no_bool[1].step.data[0] = b"\2"
     result["no_bool"] = no_bool
+    for name, error in (("error", b"It failed."), ("no_error", b"\0It failed.")):
+        result[name] = [*hand_made({"observation": x}), pb.Response(error=error)]
     return result
 
 
 def main():
+    found = corpus()
     CORPUS.mkdir(exist_ok=True)
     for file in CORPUS.iterdir():
         file.unlink()
-    for name, responses in corpus().items():
+    for name, responses in found.items():
         data = [response.SerializeToString() for response in responses]
         message = pb.Arrays(data=data).SerializeToString()
         (CORPUS / name).write_bytes(message)
