@@ -1,0 +1,267 @@
+"""Probability distributions over actions.
+
+    distribution = make(action_space)
+    x = distribution.sample(params)  # params: [..., distribution.num_params]
+    log_prob = distribution.log_prob(params, x)  # [...]
+
+The parameters are what a network returns; a distribution holds none itself. "..." are
+any leading dimensions, such as [T, B]. A sample x is a nest of tensors like the space:
+int64 [..., *shape] for Discrete, MultiDiscrete and MultiBinary, counted from 0; float32
+[..., *shape] for Box; a tuple or dict of samples for Tuple and Dict.
+
+Learning needs x. The environment takes to_action(x), clipped to its Box.
+"""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium import spaces
+
+from torchbeast.process import BadInput
+from torchbeast.spaces import children
+
+IMPOSSIBLE = -1e9  # The logit of a choice that a number does not have.
+QUADRATURE_NODES = 32
+
+
+def make(space, squashed=False):
+    """Returns the distribution over a space's actions.
+
+    squashed: makes a SquashedGaussian for a Box, which needs finite bounds, instead of
+    a Gaussian. Raises BadInput if the space is not supported.
+    """
+    entries = children(space)
+    if entries:
+        parts = {key: make(part, squashed) for key, part in entries}
+        return Product(parts, isinstance(space, spaces.Dict))
+    if isinstance(space, spaces.Discrete):
+        return Categorical([int(space.n)])
+    if isinstance(space, spaces.MultiDiscrete):
+        return Categorical(space.nvec.ravel().tolist(), space.shape)
+    if isinstance(space, spaces.MultiBinary):
+        return Categorical([2] * math.prod(space.shape), space.shape)
+    if isinstance(space, spaces.Box) and space.dtype.kind == "f":
+        if not squashed:
+            return Gaussian(space.shape)
+        if np.isfinite(space.high - space.low).all() and (space.low < space.high).all():
+            return SquashedGaussian(space.low, space.high)
+        raise BadInput(f"action space {space} is not bounded, expected finite bounds")
+    raise BadInput(
+        f"action space {space} is not supported: use Discrete, MultiDiscrete, "
+        "MultiBinary, a Box of floating point numbers, or a Tuple or Dict of them"
+    )
+
+
+class Distribution:
+    """num_params: P, how many numbers a network has to return for it."""
+
+    num_params: int
+
+    def sample(self, params):
+        """Draws x for each of params [..., P]. No gradient flows to params."""
+        raise NotImplementedError
+
+    def mode(self, params):
+        """Returns the most probable x; of a SquashedGaussian, its median."""
+        raise NotImplementedError
+
+    def log_prob(self, params, x):
+        """Returns the logarithm [...] of the probability, or density, of each x."""
+        raise NotImplementedError
+
+    def entropy(self, params):
+        """Returns the entropy [...], of densities the differential one."""
+        raise NotImplementedError
+
+    def kl(self, params, other_params):
+        """Returns KL(p || q) [...] of p with params from q with other_params."""
+        raise NotImplementedError
+
+    def to_action(self, x):
+        """Returns the action that x stands for."""
+        return x
+
+    def _check(self, params):
+        if params.shape[-1] != self.num_params:
+            raise ValueError(
+                f"params has shape {list(params.shape)}, expected "
+                f"[..., {self.num_params}]"
+            )
+
+
+class Categorical(Distribution):
+    """D independent numbers, each with a number of choices of its own. The parameters
+    are their logits, one after the other.
+
+    num_choices: [D]
+    shape: of a sample, with D numbers
+    """
+
+    def __init__(self, num_choices, shape=()):
+        self.num_choices = list(num_choices)
+        self.shape = tuple(shape)
+        self.num_params = sum(self.num_choices)
+
+    def sample(self, params):
+        probs = self._log_probs(params.detach()).exp()
+        # As torch.multinomial does it, which would also wait for a GPU.
+        return self._shaped((probs / torch.empty_like(probs).exponential_()).argmax(-1))
+
+    def mode(self, params):
+        return self._shaped(self._log_probs(params).argmax(-1))
+
+    def log_prob(self, params, x):
+        log_probs = self._log_probs(params)  # [..., D, A]
+        x = x.reshape(*log_probs.shape[:-1], 1)
+        return log_probs.gather(-1, x.long()).flatten(-2).sum(-1)
+
+    def entropy(self, params):
+        log_probs = self._log_probs(params)
+        return -(log_probs.exp() * log_probs).flatten(-2).sum(-1)
+
+    def kl(self, params, other_params):
+        p, q = self._log_probs(params), self._log_probs(other_params)
+        return (p.exp() * (p - q)).flatten(-2).sum(-1)
+
+    def _log_probs(self, params):
+        """[..., D, A], where A is the largest number of choices."""
+        self._check(params)
+        A = max(self.num_choices)
+        parts = [
+            F.pad(part, (0, A - n), value=IMPOSSIBLE)
+            for part, n in zip(params.split(self.num_choices, -1), self.num_choices)
+        ]
+        return F.log_softmax(torch.stack(parts, -2), dim=-1)
+
+    def _shaped(self, x):
+        return x.reshape(*x.shape[:-1], *self.shape)
+
+
+class Gaussian(Distribution):
+    """Independent normal distributions. The parameters are the D means, then the D
+    logarithms of the standard deviations.
+
+    shape: of a sample, with D numbers
+    """
+
+    def __init__(self, shape):
+        self.shape = tuple(shape)
+        self.num_params = 2 * math.prod(self.shape)
+
+    def sample(self, params):
+        return self.rsample(params.detach())
+
+    def rsample(self, params):
+        """As sample(), but with a gradient to params (the reparametrisation trick)."""
+        mean, log_std = self._split(params)
+        return self._shaped(mean + log_std.exp() * torch.randn_like(mean))
+
+    def mode(self, params):
+        return self._shaped(self._split(params)[0])
+
+    def log_prob(self, params, x):
+        mean, log_std = self._split(params)
+        z = (x.reshape(mean.shape) - mean) / log_std.exp()
+        return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def entropy(self, params):
+        _, log_std = self._split(params)
+        return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def kl(self, params, other_params):
+        mean, log_std = self._split(params)
+        other_mean, other_log_std = self._split(other_params)
+        z = (mean - other_mean) / other_log_std.exp()
+        log_ratio = log_std - other_log_std
+        return (0.5 * ((2 * log_ratio).exp() + z.square() - 1) - log_ratio).sum(-1)
+
+    def _split(self, params):
+        self._check(params)
+        return params.chunk(2, -1)
+
+    def _shaped(self, x):
+        return x.reshape(*x.shape[:-1], *self.shape)
+
+
+class SquashedGaussian(Gaussian):
+    """The distribution of a = low + (high - low) * (tanh(x) + 1) / 2 for a Gaussian x
+    (Haarnoja et al., "Soft Actor-Critic", arXiv 1801.01290, appendix C).
+
+    A sample is x, because tanh cannot be inverted where it saturates. log_prob() and
+    entropy() are those of a.
+    """
+
+    def __init__(self, low, high):
+        super().__init__(low.shape)
+        self._middle = torch.as_tensor((high + low) / 2, dtype=torch.float32)
+        self._scale = torch.as_tensor((high - low) / 2, dtype=torch.float32)
+
+    def to_action(self, x):
+        return self._middle.to(x) + self._scale.to(x) * torch.tanh(x)
+
+    def log_prob(self, params, x):
+        x = x.reshape(*params.shape[:-1], -1)
+        return super().log_prob(params, x) - self._log_slope(x).sum(-1)
+
+    def entropy(self, params):
+        """The Gaussian's entropy plus the mean of log |da/dx|, by Gauss-Hermite
+        quadrature: off by less than 0.01 per number for deviations up to 3."""
+        mean, log_std = self._split(params)
+        nodes, weights = np.polynomial.hermite.hermgauss(QUADRATURE_NODES)
+        nodes = torch.as_tensor(math.sqrt(2) * nodes).to(mean)  # [N]
+        weights = torch.as_tensor(weights / math.sqrt(math.pi)).to(mean)
+        x = mean + log_std.exp() * nodes.view(-1, *[1] * mean.ndim)  # [N, ..., D]
+        slopes = torch.tensordot(weights, self._log_slope(x), dims=1)  # [..., D]
+        return super().entropy(params) + slopes.sum(-1)
+
+    def _log_slope(self, x):
+        """log |da/dx| [..., D] of x [..., D]: 1 - tanh(x)^2 = 4 / (e^x + e^-x)^2."""
+        log_slope = 2 * (math.log(2) - x - F.softplus(-2 * x))
+        return log_slope + self._scale.to(x).reshape(-1).log()
+
+
+class Product(Distribution):
+    """Independent distributions, one for each entry of a Tuple or Dict.
+
+    parts: {key: Distribution}, of a Tuple by number
+    """
+
+    def __init__(self, parts, is_dict):
+        self.parts = parts
+        self.is_dict = is_dict
+        self.num_params = sum(part.num_params for part in parts.values())
+
+    def sample(self, params):
+        return self._nest(p.sample(x) for p, x in self._split(params))
+
+    def rsample(self, params):
+        """As sample(), but with a gradient to params. Raises AttributeError if a part
+        is Categorical."""
+        return self._nest(p.rsample(x) for p, x in self._split(params))
+
+    def mode(self, params):
+        return self._nest(p.mode(x) for p, x in self._split(params))
+
+    def log_prob(self, params, x):
+        split = self._split(params)
+        return sum(p.log_prob(y, x[key]) for key, (p, y) in zip(self.parts, split))
+
+    def entropy(self, params):
+        return sum(p.entropy(x) for p, x in self._split(params))
+
+    def kl(self, params, other_params):
+        pairs = zip(self._split(params), self._split(other_params))
+        return sum(p.kl(x, y) for (p, x), (_, y) in pairs)
+
+    def to_action(self, x):
+        return self._nest(p.to_action(x[key]) for key, p in self.parts.items())
+
+    def _split(self, params):
+        self._check(params)
+        sizes = [part.num_params for part in self.parts.values()]
+        return list(zip(self.parts.values(), params.split(sizes, -1)))
+
+    def _nest(self, xs):
+        return dict(zip(self.parts, xs)) if self.is_dict else tuple(xs)
