@@ -10,7 +10,9 @@ discounts[s] belong to the transition from x_s to x_{s+1}, and x_T is the observ
 that bootstrap_value is the value of.
 
 An action is one integer, [T, B] with logits [T, B, A], or D of them, [T, B, D] with
-logits [T, B, D, A]: then its log-probability and entropy are sums over D.
+logits [T, B, D, A]: then its log-probability and entropy are sums over D. What takes
+log-probabilities, from_log_probs() and compute_losses_from_log_probs(), is for actions
+of any kind.
 
 `mask` is False where a transition is not real because x_s was the last observation of
 an episode and x_{s+1} is the first of the next: no delta, no trace, no loss there.
@@ -70,10 +72,7 @@ def from_logits(
     values: Tensor,  # [T, B]
     bootstrap_value: Tensor,  # [B]
     mask: Tensor | None = None,  # [T, B] bool
-    clip_rho_threshold: float | None = 1.0,
-    clip_pg_rho_threshold: float | None = 1.0,
-    clip_c_threshold: float | None = 1.0,
-    lambda_: float = 1.0,
+    **thresholds: float | None,  # As of from_importance_weights.
 ) -> VTraceFromLogitsReturns:
     """V-trace for softmax policies. The arguments of from_importance_weights, with
     log_rhos computed from both policies' logits."""
@@ -84,8 +83,35 @@ def from_logits(
             f"behavior_policy_logits has shape {tuple(behavior_policy_logits.shape)}, "
             f"target_policy_logits {tuple(target_policy_logits.shape)}"
         )
-    behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
-    target_log_probs = action_log_probs(target_policy_logits, actions)
+    return from_log_probs(
+        behavior_log_probs=action_log_probs(behavior_policy_logits, actions),
+        target_log_probs=action_log_probs(target_policy_logits, actions),
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        mask=mask,
+        **thresholds,
+    )
+
+
+def from_log_probs(
+    behavior_log_probs: Tensor,  # [T, B] log mu(a|x), of the policy that acted.
+    target_log_probs: Tensor,  # [T, B] log pi(a|x), of the one that is learned.
+    discounts: Tensor,  # [T, B]
+    rewards: Tensor,  # [T, B]
+    values: Tensor,  # [T, B]
+    bootstrap_value: Tensor,  # [B]
+    mask: Tensor | None = None,  # [T, B] bool
+    **thresholds: float | None,  # As of from_importance_weights.
+) -> VTraceFromLogitsReturns:
+    """V-trace for any policies, whose actions may be anything: of them only the
+    log-probabilities, or log-densities, are needed."""
+    _check_float("behavior_log_probs", behavior_log_probs)
+    _check_float("target_log_probs", target_log_probs)
+    _check_alike(
+        "behavior_log_probs", behavior_log_probs, target_log_probs, "target_log_probs"
+    )
     log_rhos = target_log_probs.detach() - behavior_log_probs.detach()
     returns = from_importance_weights(
         log_rhos=log_rhos,
@@ -94,10 +120,7 @@ def from_logits(
         values=values,
         bootstrap_value=bootstrap_value,
         mask=mask,
-        clip_rho_threshold=clip_rho_threshold,
-        clip_pg_rho_threshold=clip_pg_rho_threshold,
-        clip_c_threshold=clip_c_threshold,
-        lambda_=lambda_,
+        **thresholds,
     )
     return VTraceFromLogitsReturns(
         *returns, log_rhos, behavior_log_probs, target_log_probs
@@ -236,7 +259,7 @@ def compute_losses(
     reduction: str = "sum",
     **thresholds: float | None,  # As of from_importance_weights.
 ) -> Losses:
-    """IMPALA's loss: V-trace, the three losses, and their sum."""
+    """IMPALA's loss for softmax policies: V-trace, the three losses, and their sum."""
     returns = from_logits(
         behavior_policy_logits=behavior_policy_logits,
         target_policy_logits=target_policy_logits,
@@ -248,11 +271,50 @@ def compute_losses(
         mask=mask,
         **thresholds,
     )
-    pg_loss = compute_policy_gradient_loss(
-        target_policy_logits, actions, returns.pg_advantages, mask, reduction
-    )
-    baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
     entropy_loss = compute_entropy_loss(target_policy_logits, mask, reduction)
+    costs = baseline_cost, entropy_cost
+    return _losses(returns, values, entropy_loss, mask, *costs, reduction)
+
+
+def compute_losses_from_log_probs(
+    behavior_log_probs: Tensor,  # [T, B] log mu(a|x)
+    target_log_probs: Tensor,  # [T, B] log pi(a|x)
+    target_entropies: Tensor,  # [T, B] of pi
+    discounts: Tensor,  # [T, B]
+    rewards: Tensor,  # [T, B]
+    values: Tensor,  # [T, B]
+    bootstrap_value: Tensor,  # [B]
+    mask: Tensor | None = None,  # [T, B] bool
+    *,
+    baseline_cost: float,
+    entropy_cost: float,
+    reduction: str = "sum",
+    **thresholds: float | None,  # As of from_importance_weights.
+) -> Losses:
+    """IMPALA's loss for any policy: V-trace, the three losses, and their sum."""
+    returns = from_log_probs(
+        behavior_log_probs=behavior_log_probs,
+        target_log_probs=target_log_probs,
+        discounts=discounts,
+        rewards=rewards,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        mask=mask,
+        **thresholds,
+    )
+    _check_float("target_entropies", target_entropies)
+    _check_alike("target_entropies", target_entropies, returns.log_rhos)
+    entropy_loss = _reduce(-target_entropies, mask, reduction)
+    costs = baseline_cost, entropy_cost
+    return _losses(returns, values, entropy_loss, mask, *costs, reduction)
+
+
+def _losses(
+    returns, values, entropy_loss, mask, baseline_cost, entropy_cost, reduction
+):
+    log_probs = returns.target_action_log_probs
+    pg_loss = _reduce(-log_probs * returns.pg_advantages, mask, reduction)
+    baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
     total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
     return Losses(total, pg_loss, baseline_loss, entropy_loss, returns)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributions import Categorical
 from torch.testing import assert_close
 
 import vtrace
@@ -600,6 +601,44 @@ def test_the_total_is_the_weighted_sum_of_three_losses(
         assert_close(values_grad, -0.7 * weights * errors)
 
 
+def with_log_probs(kwargs):
+    """The same policies as compute_losses_from_log_probs() takes them."""
+    kwargs = dict(kwargs)
+    actions = kwargs.pop("actions")
+    behavior = kwargs.pop("behavior_policy_logits")
+    target = kwargs.pop("target_policy_logits")
+    entropies = Categorical(logits=target).entropy()
+    return kwargs | dict(
+        behavior_log_probs=vtrace.action_log_probs(behavior, actions),
+        target_log_probs=vtrace.action_log_probs(target, actions),
+        target_entropies=entropies.flatten(2).sum(-1) if target.ndim > 3 else entropies,
+    )
+
+
+@fifty_times
+@given(
+    kwargs=examples,
+    thresholds=thresholds,
+    masked=st.booleans(),
+    reduction=st.sampled_from(vtrace.REDUCTIONS),
+)
+def test_losses_need_no_more_of_actions_than_log_probabilities_and_entropies(
+    kwargs, thresholds, masked, reduction
+):
+    kwargs = only(kwargs, *LOSSES)
+    kwargs["mask"] = kwargs["mask"] if masked else None
+    policy = kwargs["target_policy_logits"].requires_grad_()
+    options = dict(baseline_cost=0.7, entropy_cost=0.03, reduction=reduction)
+    losses = vtrace.compute_losses(**kwargs, **thresholds, **options)
+    others = vtrace.compute_losses_from_log_probs(
+        **with_log_probs(kwargs), **thresholds, **options
+    )
+    assert_close(others[:4], losses[:4])
+    exactly(others.vtrace[:2], losses.vtrace[:2])
+    gradients = [torch.autograd.grad(x.total, policy)[0] for x in (losses, others)]
+    assert_close(*gradients)
+
+
 # --- A caller's mistakes. ------------------------------------------------------------
 
 floats = {
@@ -675,6 +714,18 @@ def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(
     kwargs[name] = mistake(kwargs[name])
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         function(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "name", ["behavior_log_probs", "target_log_probs", "target_entropies"]
+)
+@pytest.mark.parametrize("mistake", [*floats.values(), *sizes.values()])
+def test_wrong_log_probabilities_are_an_error_that_names_them(name, mistake):
+    kwargs = with_log_probs(only(example(), *LOSSES)) | COSTS
+    vtrace.compute_losses_from_log_probs(**kwargs)
+    kwargs[name] = mistake(kwargs[name])
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        vtrace.compute_losses_from_log_probs(**kwargs)
 
 
 def test_arguments_of_one_wrong_rank_are_an_error_that_names_it():
