@@ -31,7 +31,15 @@ from torch import nn
 
 import polybeast_env
 import vtrace
-from torchbeast import devices, ranks, rollouts, seeds, streams, tls
+from torchbeast import (
+    devices,
+    distributions,
+    ranks,
+    rollouts,
+    seeds,
+    streams,
+    tls,
+)
 from torchbeast.batch import MAX_ENVS
 from torchbeast.checkpoint import load_weights
 from torchbeast.encoders import ResidualBlock, initialize, make_encoder, summary
@@ -101,7 +109,7 @@ class Net(nn.Module):
 
     forward(step, core_state) takes a dict of tensors [T, B, ...] (torchbeast/
     environment.py lists the fields of a step) and returns (outputs, core_state):
-    outputs["policy_logits"] [T, B, A], or [T, B, D, A] if an action is D numbers, and
+    outputs["policy_logits"] [T, B, A], of several numbers one after the other, and
     outputs["baseline"] [T, B], both float32. core_state is a tuple of tensors
     [1, B, hidden], () without an LSTM.
 
@@ -110,7 +118,7 @@ class Net(nn.Module):
 
     def __init__(self, encoder, action_space, use_lstm=False):
         super().__init__()
-        self.num_actions, self.action_shape, _ = choices(action_space)
+        self.num_actions, _, _ = choices(action_space)
         self.encoder = encoder
         # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
         core_size = encoder.out_features + sum(self.num_actions) + 1
@@ -151,7 +159,7 @@ class Net(nn.Module):
     def heads(self, x):
         """The outputs [N, ...] for features [N, F]; loss() gets all of them."""
         return {
-            "policy_logits": self._logits(self.policy(x)),
+            "policy_logits": self.policy(x),
             "baseline": self.baseline(x).squeeze(-1),
         }
 
@@ -166,16 +174,6 @@ class Net(nn.Module):
             outputs.append(state[0])
         return torch.stack(outputs), tuple(s[None] for s in state)
 
-    def _logits(self, x):
-        if not self.action_shape:
-            return x
-        # D numbers with their own numbers of choices: impossible ones get no mass.
-        parts = [
-            F.pad(part, (0, max(self.num_actions) - part.shape[1]), value=-1e9)
-            for part in x.split(self.num_actions, dim=1)
-        ]
-        return torch.stack(parts, dim=1)  # [N, D, A]
-
 
 class Agent:
     """IMPALA: an actor-critic that corrects by V-trace for the age of its rollouts.
@@ -188,6 +186,7 @@ class Agent:
     def __init__(self, flags, observation_space, action_space):
         self.flags = flags
         self.net = self.make_net(observation_space, action_space)
+        self.distribution = distributions.make(action_space)
         self.optimizer = None
         self.step = self.updates = 0  # Agent steps learned from; gradient steps.
 
@@ -213,11 +212,8 @@ class Agent:
         """
         outputs, core_state = self.net(step, core_state)
         logits = outputs["policy_logits"]  # [1, B, A]
-        if greedy:
-            action = logits.argmax(-1)
-        else:  # As torch.multinomial does it, which would also wait for a GPU.
-            noise = torch.empty_like(logits).exponential_()
-            action = (F.softmax(logits, dim=-1) / noise).argmax(-1)
+        choose = self.distribution.mode if greedy else self.distribution.sample
+        action = choose(logits)
         return {"action": action, "policy_logits": logits}, core_state
 
     def start_learning(self, device):
@@ -264,10 +260,12 @@ class Agent:
         """
         # Index t of all that follows is about the action taken on step t: what it led
         # to is in step t + 1. Nothing did lead from a last observation to a first one.
-        losses = vtrace.compute_losses(
-            behavior_policy_logits=batch["policy_logits"],
-            target_policy_logits=outputs["policy_logits"][:-1],
-            actions=batch["action"],
+        logits, actions = outputs["policy_logits"][:-1], batch["action"]
+        log_prob = self.distribution.log_prob
+        losses = vtrace.compute_losses_from_log_probs(
+            behavior_log_probs=log_prob(batch["policy_logits"], actions),
+            target_log_probs=log_prob(logits, actions),
+            target_entropies=self.distribution.entropy(logits),
             discounts=self.flags.discounting * (~batch["terminated"][1:]).float(),
             rewards=self.rewards(batch),
             values=outputs["baseline"][:-1],

@@ -47,7 +47,7 @@ def environment_stage(flags, num_envs):
     env.initial(0)
     rng = np.random.default_rng(0)
     shape = (env.num_envs, *env.action_shape)
-    high = env.num_actions if env.action_shape else env.num_actions[0]
+    high = np.reshape(env.num_actions, env.action_shape)
     return lambda: env.step(rng.integers(0, high, shape))
 
 

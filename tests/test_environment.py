@@ -182,7 +182,7 @@ def play(env, actions):
 
 def random_actions(env, n, seed=0):
     shape = (n, env.num_envs, *env.action_shape)
-    high = env.num_actions if env.action_shape else env.num_actions[0]
+    high = np.reshape(env.num_actions, env.action_shape)
     return np.random.default_rng(seed).integers(high, size=shape)
 
 

@@ -124,6 +124,9 @@ def test_observations_are_those_of_the_environments_leaf_by_leaf(name):
         (spaces.MultiDiscrete([2, 3, 5]), (2, 3, 5), (3,), [0, 0, 0]),
         (spaces.MultiDiscrete([2, 3], start=[10, -1]), (2, 3), (2,), [10, -1]),
         (spaces.MultiDiscrete([6]), (6,), (1,), [0]),
+        (spaces.MultiDiscrete([[2, 3], [4, 5]]), (2, 3, 4, 5), (2, 2), 0),
+        (spaces.MultiBinary(3), (2, 2, 2), (3,), 0),
+        (spaces.MultiBinary((2, 2)), (2,) * 4, (2, 2), 0),
     ],
     ids=str,
 )
@@ -167,10 +170,8 @@ def test_actions_of_other_integer_types_and_lists_are_taken():
     "space",
     [
         spaces.Box(-1, 1, (2,)),
-        spaces.MultiBinary(3),
         spaces.Dict(a=spaces.Discrete(2)),
         spaces.Tuple([spaces.Discrete(2)]),
-        spaces.MultiDiscrete([[2, 3], [4, 5]]),
     ],
     ids=str,
 )

@@ -105,12 +105,12 @@ class Categorical(Distribution):
         self.num_params = sum(self.num_choices)
 
     def sample(self, params):
-        probs = self._log_probs(params.detach()).exp()
+        probs = F.softmax(self._logits(params.detach()), dim=-1)
         # As torch.multinomial does it, which would also wait for a GPU.
         return self._shaped((probs / torch.empty_like(probs).exponential_()).argmax(-1))
 
     def mode(self, params):
-        return self._shaped(self._log_probs(params).argmax(-1))
+        return self._shaped(self._logits(params).argmax(-1))
 
     def log_prob(self, params, x):
         log_probs = self._log_probs(params)  # [..., D, A]
@@ -126,14 +126,19 @@ class Categorical(Distribution):
         return (p.exp() * (p - q)).flatten(-2).sum(-1)
 
     def _log_probs(self, params):
+        return F.log_softmax(self._logits(params), dim=-1)
+
+    def _logits(self, params):
         """[..., D, A], where A is the largest number of choices."""
         self._check(params)
         A = max(self.num_choices)
+        if A * len(self.num_choices) == self.num_params:  # Of each the same number.
+            return params.unflatten(-1, (-1, A))
         parts = [
             F.pad(part, (0, A - n), value=IMPOSSIBLE)
             for part, n in zip(params.split(self.num_choices, -1), self.num_choices)
         ]
-        return F.log_softmax(torch.stack(parts, -2), dim=-1)
+        return torch.stack(parts, -2)
 
     def _shaped(self, x):
         return x.reshape(*x.shape[:-1], *self.shape)

@@ -135,7 +135,7 @@ class Environment:
     texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
     num_actions:        A of each of the D numbers that make an action: a tuple
-    action_shape:       () for Discrete, (D,) for MultiDiscrete
+    action_shape:       () for Discrete, that of the space for others, of D numbers
     frames_per_step:    the frames of the game that one step advances
     fps:                steps per second at the game's own speed, for videos
     """
@@ -194,7 +194,7 @@ class Environment:
             )
         done = self._last
         observation, reward, terminated, truncated, end, metrics = self.env.step(
-            action + self._start
+            (action + self._start).astype(self.action_space.dtype, copy=False)
         )
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0

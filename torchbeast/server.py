@@ -187,7 +187,7 @@ def get_action(request, shape, num_actions):
             f"the action has {got}, expected {size} bytes: int64 {list(shape)}",
         )
     action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
-    if action.min() < 0 or not (action < num_actions).all():
+    if action.min() < 0 or not (action < np.reshape(num_actions, shape[1:])).all():
         raise Refused(
             grpc.StatusCode.INVALID_ARGUMENT,
             f"the action {action.tolist()} is out of bounds, expected 0 to less than "

@@ -3,6 +3,8 @@
 No torch in here: environment servers import this file.
 """
 
+import math
+
 import numpy as np
 from gymnasium import spaces
 
@@ -83,14 +85,17 @@ def _check_leaf(space, path):
 
 def choices(space):
     """Describes an action of the space: (the number of choices of each of its D
-    numbers, its shape () or (D,), its smallest value). Raises BadInput if the space is
-    not supported."""
+    numbers, its shape, its smallest value). Raises BadInput if the space is not
+    supported."""
     if isinstance(space, spaces.Discrete):
         return (int(space.n),), (), int(space.start)
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        return tuple(int(n) for n in space.nvec), space.shape, space.start
+    if isinstance(space, spaces.MultiDiscrete):
+        return tuple(space.nvec.ravel().tolist()), space.shape, space.start
+    if isinstance(space, spaces.MultiBinary):
+        return (2,) * math.prod(space.shape), space.shape, 0
     raise BadInput(
-        f"action space {space} is not supported: use Discrete or a flat MultiDiscrete"
+        f"action space {space} is not supported: use Discrete, MultiDiscrete or "
+        "MultiBinary"
     )
 
 
