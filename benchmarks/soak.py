@@ -295,7 +295,8 @@ def report(soak, counts, options):
     growth = soak.growth()
     for process in growth:
         (mb, last_mb), (files, last_files) = process["MB"], process["files"]
-        if last_mb > 1.1 * mb + 10 or last_files > files + 3:
+        # A host that dials has five more while it is connected.
+        if last_mb > 1.1 * mb + 10 or last_files > files + 8:
             wrong.append(f"it grows: {process}")
     result = {
         "machine": machine.meta(options),

@@ -41,7 +41,8 @@ inline constexpr int kMaxEnvs = 4096;  // Of a stream.
 
 inline constexpr size_t kMaxMetricsWaiting = 1 << 24;  // Bytes of them.
 inline constexpr size_t kMaxMetrics = 10'000;          // Episodes whose metrics wait.
-inline constexpr size_t kMaxDeparted = 1000;           // Streams whose end waits.
+inline constexpr size_t kMaxToldBytes = 1000;  // Three times, as gRPC sends them.
+inline constexpr size_t kMaxDeparted = 1000;   // Streams whose end waits.
 
 struct NoPayload {};
 using LearnerQueue = BatchingQueue<NoPayload>;
@@ -262,13 +263,16 @@ class ActorPool {
       guest->since = Clock::now();
     }
     grpc::StatusCode code = grpc::StatusCode::FAILED_PRECONDITION;
-    std::string error;
+    std::string error, told;  // To whom it may concern; to the host.
     try {
       converse(guest, writer, reader);
       error = "the host is gone";
     } catch (const Closed&) {
       code = grpc::StatusCode::UNAVAILABLE;
       error = "the learner ends";
+    } catch (const HostError& e) {
+      error = std::string(e.what()).substr(0, kMaxErrorBytes);
+      told = "the host has said why";
     } catch (const std::exception& e) {
       error = std::string(e.what()).substr(0, kMaxErrorBytes);
     }
@@ -277,13 +281,14 @@ class ActorPool {
       error =
           "no environments came within " + seconds(options_.welcome_timeout_s) + " s";
     }
+    if (told.empty()) told = error.substr(0, kMaxToldBytes);
     (stopping_ ? rollouts_.ended : rollouts_.lost) += guest->filling;
     if (!stopping_ && departed_.size() < kMaxDeparted) {
       guest->status.last_error = error;
       departed_.push_back(guest->status);
     }
     guests_.remove_if([&](const Actor& other) { return &other == guest; });
-    return {code, error};
+    return {code, told};
   }
 
   // Streams that hosts had opened, and that have ended since the last call.
@@ -465,6 +470,9 @@ class ActorPool {
   struct Unreachable : std::runtime_error {
     using std::runtime_error::runtime_error;
   };
+  struct HostError : std::runtime_error {  // In the host's words.
+    using std::runtime_error::runtime_error;
+  };
 
   // gRPC does not say whose fault it is.
   static std::string explain(const std::string& error, bool tls) {
@@ -504,7 +512,7 @@ class ActorPool {
     }
     if (response->has_error()) {
       const char* reason = response->error().c_str();  // As what() ends it.
-      throw std::runtime_error(*reason == 0 ? "the host gave no reason" : reason);
+      throw HostError(*reason == 0 ? "the host gave no reason" : reason);
     }
     return true;
   }

@@ -58,6 +58,7 @@ module = torch.nn.Linear(1, 1)
 torch.nn.init.ones_(module.weight)
 torch.nn.init.ones_(module.bias)
 group.compare(module)
+group.compare(torch.nn.Linear(1, 0).bfloat16())
 torch.nn.init.constant_(module.bias, 1.0 + group.rank)
 try:
     group.compare(module)

@@ -1,10 +1,13 @@
 """Hosts that dial their learner: the real programs."""
 
-import argparse
+import contextlib
+import queue
 import re
 import signal
 import socket
+import threading
 import time
+from concurrent import futures
 
 import grpc
 import pytest
@@ -359,24 +362,74 @@ def test_each_end_that_finds_the_wrong_other_end_says_so(savedir):
 # The dialer, alone.
 
 
-def test_a_dialer_goes_on_to_the_next_address_when_its_own_stays_away(monkeypatch):
-    flags = argparse.Namespace(learner="a:1,b:2,c:3", insecure=True, tls_cert=None)
-    d = dialer.Dialer(polybeast_env.create_env, flags, "b:2")
+def dialer_of(learners, own):
+    flags = ["--env", CARTPOLE, "--learner", learners, "--envs_per_server", "1"]
+    flags = polybeast_env.parser().parse_args([*flags, "--insecure"])
+    return dialer.Dialer(polybeast_env.create_env, flags, own)
+
+
+def test_a_dialer_also_dials_others_while_its_own_learner_is_away(monkeypatch):
+    d = dialer_of("a:1,b:2,c:3", "b:2")
     dialed = []
 
-    def stream(address):
+    def stream(address, own):
+        assert own == "b:2"
         dialed.append(address)
-        if len(dialed) == 12:
+        if len(dialed) == 8:
             d.close()
-        if len(dialed) == 7:
+        if len(dialed) == 5:
             raise BadInput("a certificate is being replaced")
-        return len(dialed) < 5, "gone"
+        return False, "gone"
 
     monkeypatch.setattr(d, "stream", stream)
     monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.01)
     monkeypatch.setattr(dialer, "PATIENCE_S", 0)
     d.run()
-    assert dialed == [*5 * ["b:2"], *2 * ["c:3", "a:1", "b:2"], "c:3"]
+    assert dialed == ["b:2", "c:3", "b:2", "a:1", "b:2", "c:3", "b:2", "a:1"]
+
+
+@contextlib.contextmanager
+def fake_learner(address, streams):
+    """Says Hello, and no more. streams: a queue of who comes."""
+
+    def stream(requests, context):
+        streams.put(address)
+        hello = pb.Hello(version=PROTOCOL_VERSION, seed=1)
+        yield pb.Request(hello=hello).SerializeToString()
+        while context.is_active():
+            time.sleep(0.01)
+
+    handler = grpc.stream_stream_rpc_method_handler(stream)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    handler = grpc.method_handlers_generic_handler(LEARNER_SERVICE, {"Stream": handler})
+    server.add_generic_rpc_handlers([handler])
+    assert server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_dialer_returns_to_its_own_learner_when_that_is_back(monkeypatch):
+    monkeypatch.setattr(dialer, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.5)
+    own, other = here(), here()
+    came = queue.Queue()
+    d = dialer_of(f"{own},{other}", own)
+    thread = threading.Thread(target=d.run)
+    with fake_learner(other, came):
+        thread.start()
+        try:
+            assert came.get(timeout=30) == other
+            with fake_learner(own, came):
+                assert came.get(timeout=30) == own
+                time.sleep(2)
+                assert came.empty()  # It stays there.
+        finally:
+            d.close()
+            thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_host_is_named_by_its_address():
@@ -386,6 +439,17 @@ def test_a_host_is_named_by_its_address():
         ("", "here"),
     ):
         assert streams.host_of({"address": address}) == host
+
+
+def test_a_socket_that_a_killed_learner_has_left_is_free(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(f"{tmp_path}/socket")
+        s.listen()
+        assert why_not_free(address) == "Address already in use"
+    assert why_not_free(address) is None
+    (tmp_path / "socket").write_text("a file")
+    assert why_not_free(address) == "Address already in use"
 
 
 def test_an_address_that_nobody_has_is_free():

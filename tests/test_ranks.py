@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -15,12 +17,14 @@ from tests.programs import (
     args,
     load,
     main,
+    marked,
     mono_first,
     read_logs,
     run,
     wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
+from torchbeast import ranks
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 RESTARTS = ("--standalone", "--max-restarts", "2")
@@ -172,7 +176,55 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_names_it(
         assert load(savedir)["updates"] == 20
 
 
+@pytest.mark.survives("torchrun-killed")
+def test_ranks_whose_torchrun_is_killed_save_and_end(savedir):
+    with Program(*serial(savedir), ranks=2, torchrun=RESTARTS) as program:
+        wait_for_steps(savedir, 400)
+        program.signal(signal.SIGKILL)
+        program.process.wait()
+        program.wait_for("torchrun is gone")
+        program.wait_for("; results in")
+        deadline = time.monotonic() + 60
+        while marked(program.mark):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert load(savedir)["step"] >= 400
+    assert "Traceback" not in program.output
+
+
+def test_threads_that_lose_a_rank_at_once_get_the_same_reason(monkeypatch):
+    group = ranks.Ranks(0, 2)
+    at_once = threading.Barrier(2)
+    monkeypatch.setattr(group, "_reason", lambda rank: time.sleep(0.1))
+    results = []
+
+    def lose():
+        at_once.wait()
+        results.append(group._lose(RuntimeError("Connection closed by peer")))
+
+    threads = [threading.Thread(target=lose) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] is results[1]
+    assert str(results[0]) == "another rank is gone: Connection closed by peer"
+
+
+def test_a_run_has_torchruns_name_with_one_rank_too(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "pong")
+    assert ranks.Ranks().new_xpid() == "torchbeast-pong"
+
+
 # Bad input.
+
+
+def test_a_part_of_torchruns_variables_is_one_line(savedir, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = main(*serial(savedir))
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("monobeast: error: WORLD_SIZE is set, as torchrun does it:")
 
 
 def test_what_ranks_cannot_learn_together_is_refused_in_one_line(savedir):

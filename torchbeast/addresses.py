@@ -3,10 +3,13 @@
 No torch in here: environment servers import this file.
 """
 
+import contextlib
+import errno
 import os
 import pathlib
 import re
 import socket
+import stat
 
 from torchbeast.process import BadInput
 
@@ -77,6 +80,13 @@ def why_not_free(address):
     try:
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")
+            with socket.socket(socket.AF_UNIX) as s:
+                with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+                    s.connect(path)
+                    return os.strerror(errno.EADDRINUSE)
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISSOCK(os.stat(path).st_mode):
+                        os.unlink(path)  # Of a process that was killed.
             with socket.socket(socket.AF_UNIX) as s:
                 s.bind(path)
             os.unlink(path)

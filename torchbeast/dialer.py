@@ -18,24 +18,25 @@ from torchbeast import server, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import NOT_A_LEARNER, read
 from torchbeast.batch import MAX_MESSAGE_BYTES
-from torchbeast.process import Repeated, first_line, log
+from torchbeast.process import BadInput, Repeated, first_line, log
 from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
 from torchbeast.server import MAX_ERROR_CHARACTERS, Refused, converse
 
 MAX_WAIT_S = 10  # Between attempts.
-PATIENCE_S = 60  # After which the next learner of the list is dialed, too.
+PATIENCE_S = 60  # After which other learners of the list are dialed, too.
 REMIND_S = 60  # A learner that stays away is logged again after this, then twice this.
 
 
 class Dialer:
-    """Opens one stream after the other."""
+    """Opens one stream after the other, to a learner of the list, its own. While that
+    is away for longer, others are dialed as well, until it is back."""
 
     def __init__(self, create_env, flags, address):
         self.create_env = create_env
         self.flags = flags
-        self.number = random.randrange(10**6)  # Of a learner in the list.
+        self.own = random.randrange(10**6)  # Number of a learner in the list.
         with contextlib.suppress(OSError, ValueError):  # It is none any more.
-            self.number = read(flags.learner).index(address)
+            self.own = read(flags.learner).index(address)
         self.wrong_end = None  # What the other end said it is.
         self.num_streams = 0  # 1 while there may be environments.
         self._call = None
@@ -45,37 +46,59 @@ class Dialer:
     def run(self):
         """Dials until close(), or until the other end is not a learner."""
         wait_s, remind_s, reminded_at, said = 0.1, REMIND_S, None, None
-        seen_at = time.monotonic()  # The learner of this address.
+        seen_at = time.monotonic()  # Its own learner.
+        others, at_home = 0, True
         while not self._closed.is_set():
-            address = f"--learner {self.flags.learner}"
+            own = address = f"--learner {self.flags.learner}"
             began_at = time.monotonic()
             try:
                 found = read(self.flags.learner)
                 tls.check(self.flags, found)
-                address = found[self.number % len(found)]
-                answered, why = self.stream(address)
+                own = address = found[self.own % len(found)]
+                if not at_home and len(found) > 1:
+                    # Of the others, each in turn.
+                    offset = 1 + others % (len(found) - 1)
+                    address = found[(self.own + offset) % len(found)]
+                answered, why = self.stream(address, own)
             except Exception as e:  # For example, a certificate is being replaced.
-                answered, why = False, first_line(e)
+                answered, why = False, first_line(e, not isinstance(e, BadInput))
             now = time.monotonic()
-            if NOT_A_LEARNER in why:
+            if NOT_A_LEARNER in why and len(found) == 1:
                 self.wrong_end = f"--learner {address}: {NOT_A_LEARNER}"
                 return
-            if answered:
-                seen_at = now
-                if now - began_at > MAX_WAIT_S:
-                    wait_s, said = 0.1, None
-            if why != said or now - reminded_at > remind_s:
-                remind_s = REMIND_S if why != said else 2 * remind_s
-                reminded_at, said = now, why
+            if answered and now - began_at > MAX_WAIT_S:
+                wait_s, said = 0.1, None
+            if at_home:
+                if answered:
+                    seen_at = now
+                what = why.replace(address, "")  # Its port differs each time.
+                if what != said or now - reminded_at > remind_s:
+                    remind_s = REMIND_S if what != said else 2 * remind_s
+                    reminded_at, said = now, what
+                    log.warning("%s: no stream, dials again: %s", address, why)
+            elif answered:
                 log.warning("%s: no stream, dials again: %s", address, why)
-            if now - seen_at > PATIENCE_S:  # Of the others each is tried once.
-                self.number += 1
+            others += not at_home
+            at_home = not at_home or now - seen_at < PATIENCE_S
             self._closed.wait(wait_s * random.uniform(0.5, 1.5))
             wait_s = min(MAX_WAIT_S, 2 * wait_s)
 
-    def stream(self, address):
+    def _go_home(self, own, call, ended):
+        """Ends a stream to another learner when its own one answers."""
+        while not ended.wait(PATIENCE_S):
+            with contextlib.suppress(Exception):
+                with open_channel(own, self.flags) as channel:
+                    grpc.channel_ready_future(channel).result(timeout=MAX_WAIT_S)
+                log.info("%s is back", own)
+                call.cancel()
+                return
+
+    def stream(self, address, own):
         """Opens one stream to a learner. Returns, when it has ended, whether the
-        learner had answered, and why it ended."""
+        learner had answered, and why it ended.
+
+        own: the address of the learner for which it would end the stream.
+        """
         answered = threading.Event()
         ended = threading.Event()
         call = queue.SimpleQueue()
@@ -92,6 +115,11 @@ class Dialer:
                 stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
                 self._call = stream(messages())
                 call.put(self._call)
+                if address != own:
+                    args = own, self._call, ended
+                    thread = threading.Thread(target=self._go_home, args=args)
+                    thread.daemon = True
+                    thread.start()
                 if self._closed.is_set():
                     self._call.cancel()
                 why = self._call.details()  # Waits for the end.
@@ -100,6 +128,11 @@ class Dialer:
                 ended.wait()
         finally:
             self.num_streams = 0
+        if not answered.is_set() and "Socket closed" in why:
+            hint = (
+                "expects TLS" if self.flags.tls_cert is None else "refuses --tls_cert"
+            )
+            why = f"the learner hangs up, perhaps because it {hint} ({why})"
         return answered.is_set(), " ".join(why.split())
 
     def _converse(self, call, address, answered):

@@ -12,6 +12,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 
 from torchbeast.process import (
     BadInput,
@@ -40,6 +41,7 @@ def error_line(prog, message):
     """Returns the line about bad input, if it is this process that prints it: of the
     processes that torchrun starts on a host, the first."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)  # Torchrun ends the others when one has ended.
         return ""
     return f"{prog}: error: {message}\n"
 

@@ -62,6 +62,8 @@ class Ranks:
         self._updating = False
         self._nccl = self._store = None
         self._lock = threading.RLock()  # Of a vote.
+        self._losing = threading.Lock()  # Of _lose().
+        self._parent = os.getppid()  # Torchrun.
         self._voted_at = self._ready_at = time.monotonic()
         self._held_up = {}  # {rank: (since when, when it is logged next)}
 
@@ -136,9 +138,9 @@ class Ranks:
         """Returns a name for a run: torchrun's, which is the same when torchrun starts
         the ranks again, or the time."""
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        if self.num > 1 and run_id != "none":
+        if run_id != "none":
             return f"torchbeast-{run_id}"
-        if self.num > 1 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise BadInput(
                 "torchrun could not resume this run: expected --xpid, or torchrun's "
                 "--rdzv-id or --standalone"
@@ -178,13 +180,13 @@ class Ranks:
             self._leaving = error
 
     def close(self, exit_code):
-        """Ends this process's part in the group, after everything else."""
-        if self.lost:  # What never comes would be waited for.
+        """Ends this process, after everything else, if it is one of several ranks.
+        Gloo's threads may wait for what never comes, and gloo was seen to abort in its
+        destructors."""
+        if self.num > 1:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(exit_code)
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     @contextlib.contextmanager
     def voting(self, signals):
@@ -273,6 +275,8 @@ class Ranks:
             self._voted_at = time.monotonic()
             for rank in votes[:, LEAVING].nonzero().flatten().tolist():
                 self._end = self._reason(rank) or Stop(f"rank {rank} left")
+                if self._store is None and isinstance(leaving, Stop):
+                    self._end = leaving
                 raise self._end
             if self.rank == 0:
                 self._watch(votes[:, READY].tolist())
@@ -285,9 +289,12 @@ class Ranks:
             if self._lock.acquire(blocking=False):
                 try:
                     now = time.monotonic()
+                    if os.getppid() != self._parent:
+                        self._store = None  # It was torchrun's.
+                        self.leave(Stop("torchrun is gone"))
                     if not self._over and now - self._voted_at > IDLE_S:
                         if now - self._ready_at > PATIENCE_S / 2:
-                            self._store.set(f"status/{self.rank}", self.describe())
+                            self._write(f"status/{self.rank}", self.describe())
                         self._vote({})
                 except (Stop, RuntimeError):
                     pass
@@ -305,9 +312,7 @@ class Ranks:
                 self._held_up.pop(rank, None)
                 continue
             if now > log_at:
-                key, status = f"status/{rank}", ""
-                if self._store.check([key]):
-                    status = self._store.get(key).decode()
+                status = self._read(f"status/{rank}")
                 log.warning("rank %d has no rollouts%s", rank, status and f": {status}")
                 log_at = now + max(REMIND_S, now - since)
             self._held_up[rank] = since, log_at
@@ -316,36 +321,49 @@ class Ranks:
 
     def tell(self, error):
         """Leaves word why this rank ends."""
-        if self._store is None:
-            return
         text = str(error) if isinstance(error, (Stop, BadInput)) else first_line(error)
         code = getattr(error, "exit_code", 2 if isinstance(error, BadInput) else 1)
         why = json.dumps([text, code, getattr(error, "save", True)])
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"why/{self.rank}", why)
+        self._write(f"why/{self.rank}", why)
 
     def _reason(self, rank):
         """Returns the Stop that a rank has left word of, or None."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([f"why/{rank}"]):
-                text, code, save = json.loads(self._store.get(f"why/{rank}"))
-                return Stop(f"rank {rank}: {text}", code, save)
-        return None
+        if not (why := self._read(f"why/{rank}")):
+            return None
+        text, code, save = json.loads(why)
+        return Stop(f"rank {rank}: {text}", code, save)
+
+    def _write(self, key, text):
+        """Writes into the store, if it is there."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(key, text)
+
+    def _read(self, key):
+        """Returns what _write() has written, "" if there is nothing."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([key]):
+                    return self._store.get(key).decode()
+        return ""
 
     def _lose(self, error):
-        """Returns the Stop of a run whose ranks cannot be reached any more."""
-        if not self.lost:
-            self.lost = True
+        """Returns the Stop of a run whose ranks cannot be reached any more. Threads may
+        find that out at the same time."""
+        with self._losing:
+            if self.lost:
+                return self._end
             reasons = (self._reason(rank) for rank in range(self.num))
-            self._end = next(filter(None, reasons), None)
-            if self._end is None:
+            end = next(filter(None, reasons), None)
+            if end is None:
                 # Gloo's place in its code, and its advice, are left out.
                 what = re.sub(r"^\[\S*\] | This is .*", "", first_line(error, False))
-                self._end = Stop(f"another rank is gone: {what}")
+                end = Stop(f"another rank is gone: {what}")
             if self._nccl is not None and self._updating:
                 # What it has summed is not known to be whole.
-                self._end.save = False
-        return self._end
+                end.save = False
+            self._end, self.lost = end, True
+            return end
 
     # Data.
 
@@ -402,7 +420,8 @@ class Ranks:
             return
         digest = hashlib.sha256()
         for parameter in module.parameters():
-            digest.update(parameter.detach().cpu().contiguous().numpy())
+            x = parameter.detach().cpu().reshape(-1)
+            digest.update(x.view(torch.uint8).numpy())  # NumPy has no bfloat16.
         hashes = self.all_gather(digest.hexdigest())
         for rank, x in enumerate(hashes):
             if x != hashes[0]:
@@ -417,9 +436,18 @@ current = Ranks()
 
 
 def join(flags):
-    """Makes this process the rank that torchrun's variables say, if they are there."""
+    """Makes this process the rank that torchrun's variables say, if they are there.
+    Raises BadInput if only some of them are."""
     global current
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or current.num > 1:
+    names = "WORLD_SIZE", "RANK", "LOCAL_RANK"
+    if os.environ.get("WORLD_SIZE", "1") == "1" or current.num > 1:
         return
-    current = Ranks(*(int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    try:
+        num, rank, local_rank = (int(os.environ[name]) for name in names)
+    except (KeyError, ValueError) as e:
+        raise BadInput(
+            "WORLD_SIZE is set, as torchrun does it: expected numbers in WORLD_SIZE, "
+            "RANK and LOCAL_RANK, or none of them"
+        ) from e
+    current = Ranks(rank, num, local_rank)
     current.join(flags)

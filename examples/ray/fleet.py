@@ -25,6 +25,7 @@ except ImportError:
 ROOT = pathlib.Path(__file__).parents[2]
 BAD_INPUT = 2  # polybeast_env's exit code.
 RESTART_S = 5
+RAN_S = 60
 
 
 def parser():
@@ -54,9 +55,12 @@ class Host:
         its exit code then."""
         # It gets SIGTERM when this process is gone, however that ends.
         command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m"]
+        ran_s = 0
         while True:
+            start = time.monotonic()
             code = subprocess.call([*command, "polybeast_env", *self.args])
-            if code == BAD_INPUT:
+            ran_s = max(ran_s, time.monotonic() - start)
+            if code == BAD_INPUT and ran_s < RAN_S:  # Else it was good before.
                 return code
             print(f"{self.name} ended (exit code {code}), starts again", flush=True)
             time.sleep(RESTART_S)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import polybeast
+from torchbeast import ranks
 from torchbeast.environment import leaves
 from torchbeast.flags import number
+from torchbeast.gradients import sum_over_ranks
 
 
 def parser():
@@ -59,6 +61,8 @@ class Agent(polybeast.Agent):
         errors, bonus = self.novelty(torch.cat(x, dim=2).flatten(0, 1))  # [T * B]
         self.adam.zero_grad()
         errors.mean().backward()
+        if ranks.current.num > 1:  # The mean over all learners.
+            sum_over_ranks(list(self.novelty.predictor.parameters()), {}, weight=1.0)
         self.adam.step()
         # Not in batch["reward"], which the net reads as the last reward.
         batch = {**batch, "bonus": bonus.view_as(batch["reward"][1:])}  # [T, B]
