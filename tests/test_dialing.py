@@ -317,7 +317,7 @@ def test_what_cannot_be_is_refused_in_one_line(savedir):
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         line = refusal(*flags_of(savedir, taken), module="polybeast")
         assert line == f"polybeast: error: --listen {taken}: Address already in use"
-    for bad in ("nonsense", "127.0.0.1:0", "127.0.0.1:70000", "unix:"):
+    for bad in ("nonsense", "127.0.0.1:0", "127.0.0.1:70000", "unix:", "a:1,b:2"):
         line = refusal(*flags_of(savedir, bad), module="polybeast")
         assert line.startswith(f"polybeast: error: --listen {bad}: expected"), line
     line = refusal(*flags_of(savedir, "0.0.0.0:1"), module="polybeast")

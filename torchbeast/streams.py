@@ -136,6 +136,8 @@ def listen_address(flags):
     not free, or not an address, or may not be listened at."""
     if flags.listen is None:
         return ""
+    if "," in flags.listen:
+        raise BadInput(f"--listen {flags.listen}: expected one HOST:PORT")
     here = ranks.current.local_rank
     address = count_up(flags.listen, here + 1, "--listen")[here]
     tls.check(flags, [address])
