@@ -131,7 +131,7 @@ def test_the_maps_of_episodes_are_the_same_where_the_name_says_so(name, same):
 
 
 def test_the_agent_of_rnd_is_a_short_file():
-    assert len((ROOT / "examples/rnd/agent.py").read_text().splitlines()) < 80
+    assert len((ROOT / "examples/rnd/agent.py").read_text().splitlines()) < 90
 
 
 def test_rnd_logs_its_bonus_and_leaves_the_rewards_alone(savedir):

@@ -54,9 +54,9 @@ def hosts(address):
     return sorted(found)
 
 
-def wait_for_hosts(address, num, without=()):
+def wait_for_hosts(address, num, without=(), timeout_s=90):
     """Until there are so many of them, other than those. Returns them."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + timeout_s
     while len(found := hosts(address)) != num or set(found) & set(without):
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
@@ -99,7 +99,7 @@ def test_hosts_on_ray_outlive_processes_and_nodes_and_the_learner_outlives_ray(
             wait_for_steps(savedir, 2000)
 
             ray.remove_node(ray.head_node, allow_graceful=False)
-            wait_for_hosts(address, 0)
+            wait_for_hosts(address, 0, timeout_s=240)  # Nodes wait for it for a minute.
             assert program.wait(120) != 0
         assert "ended (exit code -9), starts again" in output.read_text()
         reached = step(savedir)
