@@ -76,13 +76,7 @@ def from_logits(
 ) -> VTraceFromLogitsReturns:
     """V-trace for softmax policies. The arguments of from_importance_weights, with
     log_rhos computed from both policies' logits."""
-    _check_logits("behavior_policy_logits", behavior_policy_logits)
-    _check_logits("target_policy_logits", target_policy_logits)
-    if behavior_policy_logits.shape != target_policy_logits.shape:
-        raise ValueError(
-            f"behavior_policy_logits has shape {tuple(behavior_policy_logits.shape)}, "
-            f"target_policy_logits {tuple(target_policy_logits.shape)}"
-        )
+    _check_policies(behavior_policy_logits, target_policy_logits)
     return from_log_probs(
         behavior_log_probs=action_log_probs(behavior_policy_logits, actions),
         target_log_probs=action_log_probs(target_policy_logits, actions),
@@ -239,9 +233,7 @@ def compute_entropy_loss(
 ) -> Tensor:  # []
     """sum_a pi(a|x_s) log pi(a|x_s), i.e. minus the entropy, summed over T and B."""
     _check_logits("policy_logits", policy_logits)
-    log_policy = F.log_softmax(policy_logits, dim=-1)
-    neg_entropy = (log_policy.exp() * log_policy).flatten(2).sum(-1)  # [T, B]
-    return _reduce(neg_entropy, mask, reduction)
+    return _reduce(_negative_entropies(policy_logits), mask, reduction)
 
 
 def compute_losses(
@@ -259,21 +251,22 @@ def compute_losses(
     reduction: str = "sum",
     **thresholds: float | None,  # As of from_importance_weights.
 ) -> Losses:
-    """IMPALA's loss for softmax policies: V-trace, the three losses, and their sum."""
-    returns = from_logits(
-        behavior_policy_logits=behavior_policy_logits,
-        target_policy_logits=target_policy_logits,
-        actions=actions,
-        discounts=discounts,
-        rewards=rewards,
-        values=values,
-        bootstrap_value=bootstrap_value,
-        mask=mask,
+    """IMPALA's loss for softmax policies."""
+    _check_policies(behavior_policy_logits, target_policy_logits)
+    return compute_losses_from_log_probs(
+        action_log_probs(behavior_policy_logits, actions),
+        action_log_probs(target_policy_logits, actions),
+        -_negative_entropies(target_policy_logits),
+        discounts,
+        rewards,
+        values,
+        bootstrap_value,
+        mask,
+        baseline_cost=baseline_cost,
+        entropy_cost=entropy_cost,
+        reduction=reduction,
         **thresholds,
     )
-    entropy_loss = compute_entropy_loss(target_policy_logits, mask, reduction)
-    costs = baseline_cost, entropy_cost
-    return _losses(returns, values, entropy_loss, mask, *costs, reduction)
 
 
 def compute_losses_from_log_probs(
@@ -304,19 +297,17 @@ def compute_losses_from_log_probs(
     )
     _check_float("target_entropies", target_entropies)
     _check_alike("target_entropies", target_entropies, returns.log_rhos)
-    entropy_loss = _reduce(-target_entropies, mask, reduction)
-    costs = baseline_cost, entropy_cost
-    return _losses(returns, values, entropy_loss, mask, *costs, reduction)
-
-
-def _losses(
-    returns, values, entropy_loss, mask, baseline_cost, entropy_cost, reduction
-):
     log_probs = returns.target_action_log_probs
     pg_loss = _reduce(-log_probs * returns.pg_advantages, mask, reduction)
     baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
+    entropy_loss = _reduce(-target_entropies, mask, reduction)
     total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
     return Losses(total, pg_loss, baseline_loss, entropy_loss, returns)
+
+
+def _negative_entropies(policy_logits: Tensor) -> Tensor:  # [T, B]
+    log_policy = F.log_softmax(policy_logits, dim=-1)
+    return (log_policy.exp() * log_policy).flatten(2).sum(-1)
 
 
 def _clip(x: Tensor, threshold: float | None) -> Tensor:
@@ -349,6 +340,16 @@ def _check_logits(name: str, x: Tensor) -> None:
     if x.ndim not in (3, 4):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, expected [T, B, A] or [T, B, D, A]"
+        )
+
+
+def _check_policies(behavior: Tensor, target: Tensor) -> None:
+    _check_logits("behavior_policy_logits", behavior)
+    _check_logits("target_policy_logits", target)
+    if behavior.shape != target.shape:
+        raise ValueError(
+            f"behavior_policy_logits has shape {tuple(behavior.shape)}, "
+            f"target_policy_logits {tuple(target.shape)}"
         )
 
 

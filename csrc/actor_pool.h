@@ -263,7 +263,7 @@ class ActorPool {
       guest->since = Clock::now();
     }
     grpc::StatusCode code = grpc::StatusCode::FAILED_PRECONDITION;
-    std::string error, told;  // To whom it may concern; to the host.
+    std::string error, told;  // What the log says; what the host is told.
     try {
       converse(guest, writer, reader);
       error = "the host is gone";

@@ -76,7 +76,7 @@ def count_up(first, n, flag="--address"):
 
 def why_not_free(address):
     """Returns the system's reason why an address cannot be listened at, which gRPC
-    hides, or None."""
+    hides, or None. Removes a Unix socket at which nobody listens any more."""
     try:
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")

@@ -71,10 +71,9 @@ class Dialer:
             if at_home:
                 if answered:
                     seen_at = now
-                what = why.replace(address, "")  # Its port differs each time.
-                if what != said or now - reminded_at > remind_s:
-                    remind_s = REMIND_S if what != said else 2 * remind_s
-                    reminded_at, said = now, what
+                if why != said or now - reminded_at > remind_s:
+                    remind_s = REMIND_S if why != said else 2 * remind_s
+                    reminded_at, said = now, why
                     log.warning("%s: no stream, dials again: %s", address, why)
             elif answered:
                 log.warning("%s: no stream, dials again: %s", address, why)

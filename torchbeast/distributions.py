@@ -90,6 +90,9 @@ class Distribution:
                 f"[..., {self.num_params}]"
             )
 
+    def _shaped(self, x):
+        return x.reshape(*x.shape[:-1], *self.shape)
+
 
 class Categorical(Distribution):
     """D independent numbers, each with a number of choices of its own. The parameters
@@ -140,9 +143,6 @@ class Categorical(Distribution):
         ]
         return torch.stack(parts, -2)
 
-    def _shaped(self, x):
-        return x.reshape(*x.shape[:-1], *self.shape)
-
 
 class Gaussian(Distribution):
     """Independent normal distributions. The parameters are the D means, then the D
@@ -185,9 +185,6 @@ class Gaussian(Distribution):
     def _split(self, params):
         self._check(params)
         return params.chunk(2, -1)
-
-    def _shaped(self, x):
-        return x.reshape(*x.shape[:-1], *self.shape)
 
 
 class SquashedGaussian(Gaussian):
@@ -240,11 +237,6 @@ class Product(Distribution):
 
     def sample(self, params):
         return self._nest(p.sample(x) for p, x in self._split(params))
-
-    def rsample(self, params):
-        """As sample(), but with a gradient to params. Raises AttributeError if a part
-        is Categorical."""
-        return self._nest(p.rsample(x) for p, x in self._split(params))
 
     def mode(self, params):
         return self._nest(p.mode(x) for p, x in self._split(params))

@@ -335,16 +335,16 @@ class Ranks:
 
     def _write(self, key, text):
         """Writes into the store, if it is there."""
-        if self._store is not None:
+        if (store := self._store) is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(key, text)
+                store.set(key, text)
 
     def _read(self, key):
         """Returns what _write() has written, "" if there is nothing."""
-        if self._store is not None:
+        if (store := self._store) is not None:
             with contextlib.suppress(RuntimeError):
-                if self._store.check([key]):
-                    return self._store.get(key).decode()
+                if store.check([key]):
+                    return store.get(key).decode()
         return ""
 
     def _lose(self, error):
