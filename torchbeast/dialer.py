@@ -68,7 +68,7 @@ class Dialer:
                 return
             if answered and now - began_at > MAX_WAIT_S:
                 wait_s, said = 0.1, None
-            if at_home:
+            if address == own:
                 if answered:
                     seen_at = now
                 if why != said or now - reminded_at > remind_s:
