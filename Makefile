@@ -89,17 +89,16 @@ wheel: $(VENV)/.dev $(VENV)/.system
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(python) -m auditwheel repair \
 		--wheel-dir dist build/wheels/*.whl
 
-# All that benchmarks/gpu.sh needs on a machine with Python 3.12, PyTorch and no network.
-# OpenCV and matplotlib are left out: 60 MB are enough.
+# What benchmarks/gpu.sh needs on a machine with Python 3.12 and no network that has
+# PyTorch, NumPy, OpenCV, TensorBoard, rich, psutil and pytest.
 gpu-bundle: $(VENV)/.dev
 	rm -rf dist/gpu
 	$(MAKE) --no-print-directory wheel PYTHONS=python3.12
 	mkdir -p dist/gpu build
 	cp dist/torchbeast-*-cp312-*.whl dist/gpu
-	grep -vE '^(torch|opencv|matplotlib)' requirements.txt > build/gpu-requirements.txt
-	grep -E '^(pytest==|psutil)' requirements-dev.txt >> build/gpu-requirements.txt
+	grep -E '^(gymnasium|grpcio|protobuf|ale-py)' requirements.txt > build/gpu-requirements.txt
 	$(python) -m pip download --quiet --disable-pip-version-check --dest dist/gpu \
-		--only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
+		--no-deps farama-notifications --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 		--platform manylinux_2_28_x86_64 --requirement build/gpu-requirements.txt
 	du -sh dist/gpu
 

@@ -22,23 +22,25 @@ import sys
 import threading
 from collections import deque
 
+import numpy as np
 import torch
 
 import polybeast_env
 from torchbeast import devices, ranks, rollouts, seeds
 from torchbeast.actors import (
     ActorProcesses,
+    NoMoreOrders,
     SharedWeights,
     check_limits,
     create_buffers,
 )
+from torchbeast.agents import make_agent
 from torchbeast.calls import create
 from torchbeast.encoders import summary
 from torchbeast.environment import first_step, map_structure, probe
 from torchbeast.flags import (
     Parser,
     agent_parser,
-    make_agent,
     number,
     run_parser,
 )
@@ -63,6 +65,7 @@ def program_parser(agent="polybeast"):
             agent_parser(agent),
         ],
     )
+    p.add_presets(agent)
     if p.get_default("net") == "deep":  # Each actor evaluates it alone, on a CPU.
         p.set_defaults(net="shallow")
     # fmt: off
@@ -89,11 +92,16 @@ def set_defaults(flags):
         flags.num_actors = num_cores()
     if flags.envs_per_actor is None:
         flags.envs_per_actor = max(1, 32 // max(1, flags.num_actors))
-    in_actors = max(1, flags.num_actors) * flags.envs_per_actor
+    devices.set_defaults(flags)
+
+
+def set_num_buffers(flags, num_agents):
+    """Fills in --num_buffers, or raises BadInput if it is too small. num_agents: of one
+    environment."""
+    in_actors = max(1, flags.num_actors) * flags.envs_per_actor * num_agents
     batch_size = ranks.current.share(flags.batch_size)
     if flags.num_buffers is None:
         flags.num_buffers = in_actors + 2 * batch_size
-    devices.set_defaults(flags)
     if flags.num_buffers < in_actors + batch_size:
         raise BadInput(
             f"--num_buffers {flags.num_buffers} is too small: actors fill {in_actors} "
@@ -114,24 +122,97 @@ class Actor:
         self.env = env
         self.agent = agent
         self.step = env.initial(seed)
-        self.core_state = agent.initial_state(env.num_envs)
+        # The end of the rollout before, of K + 1 steps, which the next one repeats.
+        self.overlap = map_structure(lambda x: x[None], self.step)
+        self.burn_in = rollouts.burn_in(agent)  # K, mostly 0.
+        self.core_states = deque(maxlen=self.burn_in + 1)  # The last one is of now.
+        self.core_states.append(agent.initial_state(env.num_envs))
+
+    def rollouts(self, buffers, take, weights):
+        """Fills rollouts, one after the other, without end, each begun with the newest
+        weights. Yields lists of (index of a full buffer, version of these weights).
+
+        take(n): returns the indices of n free buffers, where n rollouts begin.
+        """
+        version, versions = None, {}  # Of the weights, now and by buffer.
+
+        def begin(n):
+            nonlocal version
+            indices = take(n)
+            version = weights.fetch(self.agent.net, version)
+            versions.update(dict.fromkeys(indices, version))
+            return indices
+
+        one_episode = self.flags.one_episode_rollouts
+        fill = self.rollouts_of_one_episode if one_episode else self.whole_rollouts
+        for indices in fill(buffers, begin):
+            yield [(index, versions[index]) for index in indices]
+
+    def whole_rollouts(self, buffers, begin):
+        """Yields lists of the indices of full buffers. begin(n): returns n free."""
+        while True:
+            indices = begin(self.env.num_envs)
+            self.rollout(buffers, indices)
+            yield indices
+
+    def act(self):
+        """Returns what the agent's act() does for the newest step, arrays [E, ...]."""
+        step = map_structure(lambda x: torch.from_numpy(x)[None], self.step)
+        outputs, core_state = self.agent.act(step, self.core_states[-1])
+        rollouts.check_outputs(outputs)
+        self.core_states.append(core_state)
+        return map_structure(lambda x: x[0].numpy(), outputs)
 
     def rollout(self, buffers, indices):
-        """Fills the buffers of the E indices with T steps each.
+        """Fills the buffers of the E indices with T new steps each, the first time with
+        K + T.
 
-        buffers: a nest of NumPy arrays [T, num_buffers, ...].
+        buffers: a nest of NumPy arrays [K + T, num_buffers, ...].
         """
-        core_state = map_structure(lambda x: x.numpy(), self.core_state)
+        T, begin = self.flags.unroll_length, len(self.overlap["reward"]) - 1
+
+        def repeat(x, buffer):
+            buffer[: len(x), indices] = x
+
+        map_structure(repeat, self.overlap, buffers)
+        core_state = map_structure(lambda x: x.numpy(), self.core_states[0])
         write(core_state, buffers["core_state"], slice(None), indices)
-        write(self.step, buffers, 0, indices)
-        for t in range(self.flags.unroll_length):
-            step = map_structure(lambda x: torch.from_numpy(x)[None], self.step)
-            outputs, self.core_state = self.agent.act(step, self.core_state)
-            rollouts.check_outputs(outputs)
-            outputs = map_structure(lambda x: x[0].numpy(), outputs)
+        for t in range(begin, self.burn_in + T):
+            outputs = self.act()
             write(outputs, buffers, t, indices)
             self.step = self.env.step(outputs["action"])
             write(self.step, buffers, t + 1, indices)
+        self.overlap = map_structure(lambda x: x[T:, indices], buffers)
+
+    def rollouts_of_one_episode(self, buffers, begin):
+        """As whole_rollouts(), but each ends with its episode: each environment is at a
+        step t of its own rollout, or waits for its next episode."""
+        E, T = self.env.num_envs, self.flags.unroll_length
+        t, indices, fills = np.zeros(E, int), np.zeros(E, int), np.zeros(E, bool)
+        last = fills.copy()
+
+        def write_state(x, buffer):
+            buffer[:, indices[begins]] = x.numpy()[:, begins]
+
+        while True:
+            begins = ~fills & ~last
+            if begins.any():
+                t[begins], indices[begins] = 0, begin(begins.sum())
+                write_rows(self.step, buffers, t, indices, begins)
+                map_structure(write_state, self.core_states[-1], buffers["core_state"])
+                fills |= begins
+            outputs = self.act()
+            write_rows(outputs, buffers, t, indices, fills)
+            self.step = self.env.step(outputs["action"])
+            t += 1
+            write_rows(self.step, buffers, t, indices, fills)
+            last = self.step["terminated"] | self.step["truncated"]
+            ends = fills & (last | (t == T))
+            for e in np.flatnonzero(ends):
+                rollouts.pad(buffers, indices[e], t[e])
+            fills &= ~ends
+            if ends.any():
+                yield indices[ends].tolist()
 
 
 def write(nest, buffers, t, indices):
@@ -144,6 +225,13 @@ def write(nest, buffers, t, indices):
     map_structure(write_array, nest, buffers)
 
 
+def write_rows(nest, buffers, t, indices, rows):
+    """Writes the rows of the nest's arrays, [E, ...], where rows [E] bool is true, each
+    at its own t [E] and index [E]."""
+    nest = map_structure(lambda x: x[rows], nest)
+    write(nest, buffers, t[rows], indices[rows])
+
+
 def act(flags, seed, buffers, weights, orders):
     """Runs an actor process: fills the buffers that are ordered (torchbeast/actors.py)
     until the learner wants no more."""
@@ -153,11 +241,10 @@ def act(flags, seed, buffers, weights, orders):
         actor = Actor(flags, env, make_agent(flags, env), seed)
         actor.agent.net.eval()
         arrays = map_structure(lambda x: x.numpy(), buffers)
-        version = None
-        for indices in orders:
-            version = weights.fetch(actor.agent.net, version)
-            actor.rollout(arrays, indices)
-            orders.send((indices, version, env.take_metrics()))
+        for items in actor.rollouts(arrays, orders.take, weights):
+            orders.send((items, env.take_metrics()))
+    except NoMoreOrders:
+        pass
     finally:
         env.close()
 
@@ -165,7 +252,7 @@ def act(flags, seed, buffers, weights, orders):
 # Learning.
 
 
-def make_batch(buffers, items, device):
+def make_batch(buffers, items, device, unroll_length):
     """Copies rollouts out of the buffers.
 
     items: (index of a buffer, version of the weights) of each. Returns a nest of [T, B,
@@ -173,7 +260,7 @@ def make_batch(buffers, items, device):
     """
     indices = torch.tensor([index for index, _ in items])
     batch = map_structure(lambda x: x.index_select(1, indices), buffers)
-    episodes = rollouts.ended_episodes(batch)
+    episodes = rollouts.ended_episodes(batch, unroll_length)
     return devices.to_device(batch, device), episodes, [version for _, version in items]
 
 
@@ -189,7 +276,7 @@ def learning(full_queue, buffers, actors, learner, batch_lock, update_lock, stop
                     full_queue.put(None)  # For the next thread.
                     return
                 items.append(item)
-        batch = make_batch(buffers, items, learner.device)
+        batch = make_batch(buffers, items, learner.device, learner.flags.unroll_length)
         actors.free(index for index, _ in items)
         with update_lock:
             if learner.finished or stop.is_set():
@@ -215,16 +302,17 @@ def train(flags):
     else:
         env = create(create_env, flags, flags.envs_per_actor)
         step = first_step(env)
+    set_num_buffers(flags, env.num_agents)
     devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)
-    specs = rollouts.specs(agent, step, flags.unroll_length)
+    specs = rollouts.specs(agent, step, flags)
     check_limits(flags, specs, agent.net)
     batch_size = ranks.current.share(flags.batch_size)
     rollouts.check_memory(specs, 2 * batch_size)  # Beside the buffers.
-    run = Run(flags, env.frames_per_step)
+    run = Run(flags, env.frames_per_step, env.num_agents)
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
-    learner = Learner(flags, run, agent, SharedWeights(agent.net), device)
+    learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
     # The episodes of a resumed run are not those of its first session again.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
@@ -238,7 +326,8 @@ def train(flags):
         if flags.num_actors == 0:
             train_serially(flags, env, seed, learner, buffers, signals)
         else:
-            train_with_actors(flags, seed, learner, buffers, signals)
+            num_envs = flags.envs_per_actor * env.num_agents
+            train_with_actors(flags, num_envs, seed, learner, buffers, signals)
 
     try:
         return learner.train(body)
@@ -257,26 +346,30 @@ def train_serially(flags, env, seed, learner, buffers, signals):
     arrays = map_structure(lambda x: x.numpy(), buffers)
     free_queue = deque(range(flags.num_buffers))
     full_queue = deque()
-    version = None
-    while not learner.finished:
-        indices = [free_queue.popleft() for _ in range(flags.envs_per_actor)]
-        version = learner.weights.fetch(actor.agent.net, version)
-        actor.rollout(arrays, indices)
-        full_queue.extend((index, version) for index in indices)
+
+    def take(n):
+        return [free_queue.popleft() for _ in range(n)]
+
+    for items in actor.rollouts(arrays, take, learner.weights):
+        full_queue.extend(items)
         signals.check()
         while len(full_queue) >= learner.batch_size and not learner.finished:
             items = [full_queue.popleft() for _ in range(learner.batch_size)]
-            batch = make_batch(buffers, items, learner.device)
+            batch = make_batch(buffers, items, learner.device, flags.unroll_length)
             free_queue.extend(index for index, _ in items)
             learner.update(*batch)
             signals.check()
+        if learner.finished:
+            return
 
 
-def train_with_actors(flags, seed, learner, buffers, signals):
+def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
     """Starts actors and learner threads, waits for a signal or the last step, ends them
     all. Raises what went wrong in any of them."""
     full_queue = queue.Queue()
-    actors = ActorProcesses(act, flags, seed, buffers, learner.weights, full_queue)
+    actors = ActorProcesses(
+        act, flags, num_envs, seed, buffers, learner.weights, full_queue
+    )
     learner.start(take_metrics=actors.take_metrics)
     locks = threading.Lock(), threading.Lock()  # Of a batch, and of an update.
     threads = Threads()

@@ -26,7 +26,6 @@ import sys
 import threading
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import polybeast_env
@@ -34,35 +33,61 @@ import vtrace
 from torchbeast import (
     devices,
     distributions,
+    encoders,
+    normalization,
     ranks,
+    replay,
     rollouts,
     seeds,
     streams,
     tls,
 )
+from torchbeast.agents import make_agent
 from torchbeast.batch import MAX_ENVS
 from torchbeast.checkpoint import load_weights
-from torchbeast.encoders import ResidualBlock, initialize, make_encoder, summary
+from torchbeast.distributions import PolicyHead
+from torchbeast.encoders import LSTM, ResidualBlock, initialize, make_encoder, summary
 from torchbeast.environment import map_structure, probe
 from torchbeast.flags import (
     Parser,
     agent_parser,
-    make_agent,
     number,
     run_parser,
 )
 from torchbeast.gradients import set_gradients
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.machine import num_cores
+from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
 from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.servers import Servers
-from torchbeast.spaces import choices
 from torchbeast.streams import set_defaults
 from torchbeast.threads import Threads
 
 # The agent.
+
+
+def add_loss_flags(g):
+    """Adds what the losses of all actor-critics have."""
+    # fmt: off
+    g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",
+                   help="weight of the entropy loss (default: %(default)s)")
+    g.add_argument("--baseline_cost", type=number(float, 0), default=0.5, metavar="X",
+                   help="weight of the value loss (default: %(default)s)")
+    # fmt: on
+    add_reward_flags(g, "abs_one")
+
+
+def add_reward_flags(g, clipping):
+    """Adds what all agents have. clipping: the default."""
+    # fmt: off
+    g.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
+                   metavar="GAMMA", help="discount of a step (default: %(default)s)")
+    g.add_argument("--reward_clipping", default=clipping, choices=("abs_one", "none"),
+                   help="clip the rewards that are learned from, never those that are "
+                   "reported (default: %(default)s)")
+    # fmt: on
 
 
 def parser():
@@ -70,22 +95,18 @@ def parser():
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("network")
-    g.add_argument("--net", default="deep", choices=("deep", "shallow"),
-                   help="network for images (default: %(default)s)")
+    encoders.add_flags(g, "deep")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    normalization.add_flags(g)
 
     g = p.add_argument_group("loss")
-    g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",
-                   help="weight of the entropy loss (default: %(default)s)")
-    g.add_argument("--baseline_cost", type=number(float, 0), default=0.5, metavar="X",
-                   help="weight of the value loss (default: %(default)s)")
-    g.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
-                   metavar="GAMMA", help="discount of a step (default: %(default)s)")
-    g.add_argument("--reward_clipping", default="abs_one", choices=("abs_one", "none"),
-                   help="clip the rewards that are learned from, never those that are "
-                   "reported (default: %(default)s)")
+    add_loss_flags(g)
     g.add_argument("--loss_reduction", default="sum", choices=vtrace.REDUCTIONS,
                    help="reduction over T and B (default: %(default)s)")
+    g.add_argument("--replay_fraction", type=number(float, 0, 0.99), default=0.0,
+                   metavar="X", help="part of what is learned from that was seen "
+                   "before; V-trace corrects for its age (default: %(default)s)")
+    replay.add_size_flag(g, 100_000)
 
     g = p.add_argument_group("optimizer (RMSProp)")
     g.add_argument("--learning_rate", type=number(float, above=0), default=1e-3,
@@ -109,49 +130,44 @@ class Net(nn.Module):
 
     forward(step, core_state) takes a dict of tensors [T, B, ...] (torchbeast/
     environment.py lists the fields of a step) and returns (outputs, core_state):
-    outputs["policy_logits"] [T, B, A], of several numbers one after the other, and
-    outputs["baseline"] [T, B], both float32. core_state is a tuple of tensors
-    [1, B, hidden], () without an LSTM.
+    outputs["policy_logits"] [T, B, P], the parameters of the distribution of actions
+    (torchbeast/distributions.py), and outputs["baseline"] [T, B], both float32.
+    core_state is a tuple of tensors [1, B, hidden], () without an LSTM.
 
     encoder: a module, observations [N, ...] -> [N, encoder.out_features].
     """
 
     def __init__(self, encoder, action_space, use_lstm=False):
         super().__init__()
-        self.num_actions, _, _ = choices(action_space)
+        self.distribution = distributions.make(action_space)
         self.encoder = encoder
         # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
-        core_size = encoder.out_features + sum(self.num_actions) + 1
+        core_size = encoder.out_features + self.distribution.num_features + 1
         self.core = None
         if use_lstm:
-            self.core = nn.LSTMCell(core_size, 256)
-            core_size = 256
-            # Remember from the start: the forget gate's bias (the second quarter).
-            nn.init.ones_(self.core.bias_ih[256:512])
-        self.policy = nn.Linear(core_size, sum(self.num_actions))
-        self.baseline = nn.Linear(core_size, 1)
+            self.core = LSTM(core_size)
+            core_size = self.core.hidden_size
+        self.make_heads(core_size)
+
+    def make_heads(self, num_features):
+        self.policy = PolicyHead(num_features, self.distribution)
+        self.baseline = nn.Linear(num_features, 1)
         initialize(self.policy, gain=0.01)  # Nearly uniform at first.
         initialize(self.baseline, gain=1)
 
     def initial_state(self, batch_size):
-        if self.core is None:
-            return ()
-        shape = (1, batch_size, self.core.hidden_size)
-        return (torch.zeros(shape), torch.zeros(shape))
+        return () if self.core is None else self.core.initial_state(batch_size)
 
     def forward(self, step, core_state=()):
         T, B = step["reward"].shape
         observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
         x = self.encoder(observation)
-        last_action = step["last_action"].reshape(T * B, -1)  # [T * B, D]
-        x = torch.cat(
-            [x]
-            + [F.one_hot(a, n) for a, n in zip(last_action.unbind(1), self.num_actions)]
-            + [step["reward"].clamp(-1, 1).reshape(T * B, 1)],
-            dim=1,
-        )
+        last_action = self.distribution.features(step["last_action"]).flatten(0, 1)
+        last_reward = step["reward"].clamp(-1, 1).reshape(T * B, 1)
+        x = torch.cat([x, last_action, last_reward], dim=1)
         if self.core is not None:
-            x, core_state = self._unroll(x.view(T, B, -1), step["done"], core_state)
+            x = x.view(T, B, -1)
+            x, core_state = self.core.unroll(x, step["done"], core_state)
             x = x.flatten(0, 1)
         outputs = {name: y.unflatten(0, (T, B)) for name, y in self.heads(x).items()}
         return outputs, core_state
@@ -162,17 +178,6 @@ class Net(nn.Module):
             "policy_logits": self.policy(x),
             "baseline": self.baseline(x).squeeze(-1),
         }
-
-    def _unroll(self, x, done, core_state):
-        """Unrolls the LSTM over x [T, B, features], and resets it where an episode
-        begins. (On a CPU, a cell step by step is five times faster than nn.LSTM, which
-        the resets would cut up.)"""
-        outputs = []
-        state = tuple(s[0] for s in core_state)  # [B, hidden]
-        for x_t, keep_t in zip(x, (~done).unsqueeze(-1).to(x.dtype)):
-            state = self.core(x_t, tuple(keep_t * s for s in state))
-            outputs.append(state[0])
-        return torch.stack(outputs), tuple(s[None] for s in state)
 
 
 class Agent:
@@ -187,13 +192,21 @@ class Agent:
         self.flags = flags
         self.net = self.make_net(observation_space, action_space)
         self.distribution = distributions.make(action_space)
-        self.optimizer = None
-        self.step = self.updates = 0  # Agent steps learned from; gradient steps.
+        self.normalized_rewards = None
+        if flags.normalize_rewards:
+            self.normalized_rewards = NormalizedRewards(flags.discounting)
+        self.optimizer = self.mixer = None
+        self.step = self.updates = 0  # Agent steps and batches learned from.
 
     def make_encoder(self, observation_space):
         flags = self.flags
-        deep, bfloat16 = flags.net == "deep", flags.precision == "bfloat16"
-        return make_encoder(observation_space, deep, bfloat16)
+        bfloat16 = flags.precision == "bfloat16"
+        encoder = make_encoder(
+            observation_space, flags.net, bfloat16, hidden_sizes=flags.hidden_sizes
+        )
+        if flags.normalize_observations:
+            return NormalizedEncoder(observation_space, encoder)
+        return encoder
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
@@ -201,7 +214,10 @@ class Agent:
 
     def initial_state(self, batch_size):
         """Returns the core_state before a first step: a nest of tensors [., B, ...]."""
-        return self.net.initial_state(batch_size)
+        core_state = self.net.initial_state(batch_size)
+        if self.normalized_rewards is not None:
+            return core_state, self.normalized_rewards.initial_state(batch_size)
+        return core_state
 
     @torch.inference_mode()
     def act(self, step, core_state, greedy=False):
@@ -210,16 +226,43 @@ class Agent:
         Returns (outputs, core_state). outputs["action"] [1, B, ...] goes to the
         environment; all outputs are in the batches that learn() gets.
         """
-        outputs, core_state = self.net(step, core_state)
-        logits = outputs["policy_logits"]  # [1, B, A]
+        outputs, core_state = self.unroll(step, core_state)
+        logits = outputs["policy_logits"]  # [1, B, P]
         choose = self.distribution.mode if greedy else self.distribution.sample
         action = choose(logits)
         return {"action": action, "policy_logits": logits}, core_state
 
+    def unroll(self, step, core_state):
+        """Calls the net for steps [T, B, ...]. Returns (its outputs, core_state)."""
+        if self.normalized_rewards is None:
+            return self.net(step, core_state)
+        core_state, discounted_return = core_state
+        outputs, core_state = self.net(step, core_state)
+        returns = self.normalized_rewards.returns(step, discounted_return)
+        return outputs, (core_state, returns[-1:])
+
+    def update_statistics(self, batch):
+        """Takes the batch into the statistics that observations and rewards are
+        normalised by."""
+        encoder = getattr(self.net, "encoder", None)
+        if isinstance(encoder, NormalizedEncoder):
+            real = rollouts.real(batch)
+            observation = map_structure(lambda x: x[1:][real], batch["observation"])
+            encoder.update(observation)
+        if self.normalized_rewards is not None:
+            self.normalized_rewards.update(batch, batch["core_state"][1])
+
     def start_learning(self, device):
         """Makes what only the learner has. The net is on the device already."""
+        self.optimizer = self.make_optimizer()
+        if self.normalized_rewards is not None:
+            self.normalized_rewards.to(device)
+        if getattr(self.flags, "replay_fraction", 0) > 0:
+            self.mixer = replay.Mixer(self.flags, device)
+
+    def make_optimizer(self):
         flags = self.flags
-        self.optimizer = torch.optim.RMSprop(
+        return torch.optim.RMSprop(
             self.net.parameters(),
             lr=flags.learning_rate,
             alpha=flags.alpha,
@@ -236,16 +279,19 @@ class Agent:
         """
 
         def loss(batch):  # Also of a slice of the batch, where memory asks for it.
-            outputs, _ = self.net(batch, batch["core_state"])  # [T + 1, B, ...]
+            outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
             return self.loss(batch, outputs)
 
         learning_rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         parameters = list(self.net.parameters())
-        statistics = set_gradients(parameters, loss, batch, self.flags.loss_reduction)
+        mixed, logged = (batch, {}) if self.mixer is None else self.mixer.mix(batch)
+        statistics = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
+        statistics.update(logged)
         grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
         self.optimizer.step()
+        self.update_statistics(batch)
         self.step += self.flags.unroll_length * self.flags.batch_size
         self.updates += 1
         return {**statistics, "grad_norm": grad_norm, "learning_rate": learning_rate}
@@ -286,6 +332,8 @@ class Agent:
         """Returns the rewards [T, B] that are learned from. Index t is of the action
         taken on step t."""
         rewards = batch["reward"][1:]
+        if self.normalized_rewards is not None:
+            return self.normalized_rewards(rewards)
         if self.flags.reward_clipping == "abs_one":
             rewards = rewards.clamp(-1, 1)
         return rewards
@@ -301,12 +349,15 @@ class Agent:
     def state_dict(self):
         """Returns all that a checkpoint needs, in types that torch.load(weights_only)
         reads."""
-        return {
+        state = {
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "updates": self.updates,
         }
+        if self.normalized_rewards is not None:
+            state["normalized_rewards"] = self.normalized_rewards.state_dict()
+        return state
 
     def load_state_dict(self, state):
         """Takes the net's weights, and the rest if it learns. Raises KeyError if
@@ -321,10 +372,12 @@ class Agent:
             # This command's flags count, not those the checkpoint was made with.
             for group, group_options in zip(self.optimizer.param_groups, options):
                 group.update(group_options)
-            if self.flags.momentum > 0:  # It may have been 0 before.
+            if getattr(self.flags, "momentum", 0) > 0:  # It may have been 0 before.
                 for parameter, state_of in self.optimizer.state.items():
                     state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
             self.step, self.updates = state["step"], state["updates"]
+            if self.normalized_rewards is not None:
+                load_weights(self.normalized_rewards, state["normalized_rewards"])
 
 
 # The program.
@@ -332,7 +385,7 @@ class Agent:
 
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
-    return Parser(
+    p = Parser(
         prog="polybeast",
         description="Trains an agent with environment servers.",
         parents=[
@@ -343,6 +396,8 @@ def program_parser(agent="polybeast"):
             tls.parser(),
         ],
     )
+    p.add_presets(agent)
+    return p
 
 
 @torch.inference_mode()
@@ -366,15 +421,16 @@ def inference(batcher, agent, weights, device):
                 raise Stop(str(e), save=False) from e  # It will not get better.
             batch.set_error(str(e))  # It costs these streams' rollouts, not the run.
             continue
-        outputs["version"] = torch.full(outputs["action"].shape[:2], version)
+        outputs["version"] = torch.full(inputs[0]["done"].shape, version)
         batch.set_outputs((outputs, core_state))
 
 
 def learning(queue, learner, lock, stop):
     """Learns from batches of the queue until the last step, or until it is closed."""
     while not learner.finished and (batch := next(queue, None)) is not None:
-        versions = batch.pop("version")[0].tolist()
-        episodes = rollouts.ended_episodes(batch)
+        T = learner.flags.unroll_length
+        versions = batch.pop("version")[-T].tolist()
+        episodes = rollouts.ended_episodes(batch, T)
         batch = devices.to_device(batch, learner.device)
         with lock:
             if learner.finished or stop.is_set():
@@ -410,12 +466,12 @@ def train(flags):
     devices.choose_precision(flags, env.observation_space)
 
     agent = make_agent(flags, env)
-    specs = rollouts.specs(agent, step, flags.unroll_length)
+    specs = rollouts.specs(agent, step, flags)
     streams.check_sizes(flags, step, specs)
-    run = Run(flags, env.frames_per_step)
+    run = Run(flags, env.frames_per_step, env.num_agents)
     run.open()
     weights = PublishedWeights(agent.net, actor_device)
-    learner = Learner(flags, run, agent, weights, device)
+    learner = Learner(flags, run, agent, weights, device, polybeast_env.create_env)
     servers = Servers(polybeast_env.create_env)
     if flags.insecure:
         log.warning(tls.INSECURE)
@@ -453,6 +509,8 @@ def train(flags):
             listen=listen,
             max_streams=flags.max_streams,
             welcome_timeout_s=flags.env_timeout_seconds,
+            burn_in=rollouts.burn_in(agent),
+            one_episode=flags.one_episode_rollouts,
         )
         where = f"learner on {device}, inference on {actor_device}"
         if listen:
@@ -490,7 +548,7 @@ def train(flags):
 
         threads = Threads()
         lock = threading.Lock()  # One thread updates the weights.
-        watched_streams = streams.Streams(actors, flags)
+        watched_streams = streams.Streams(actors, flags, env.name)
         ranks.current.describe = watched_streams.describe
         threads.add("actors", act)
         for i in range(flags.num_inference_threads):

@@ -26,6 +26,7 @@ from torchbeast.process import (
     BadInput,
     allow_open_files,
     handle_signals,
+    ignore_again,
     log,
 )
 
@@ -39,6 +40,9 @@ def environment_parser() -> argparse.ArgumentParser:
     g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
                    help="environment, by Gymnasium's name; MODULE:ID imports MODULE "
                    "first (default: %(default)s)")
+    g.add_argument("--env_args", nargs="+", type=environment.argument, default=[],
+                   metavar="NAME=VALUE", help="arguments of the environment's "
+                   "constructor (default: none)")
     g.add_argument("--sticky_actions", type=number(float, 0, 1), metavar="P",
                    help="Atari: probability that the last action is repeated "
                    "(default: as the environment is registered)")
@@ -61,6 +65,10 @@ def create_env(flags, num_envs, render_mode=None):
 
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
     """
+    if is_warp(flags.env):
+        from torchbeast.warp import HostEnvironment  # With torch.
+
+        return HostEnvironment(create_warp_env(flags), num_envs)
     if atari_wrappers.is_atari(flags.env):
         options = {
             "sticky_actions": flags.sticky_actions,
@@ -74,8 +82,25 @@ def create_env(flags, num_envs, render_mode=None):
         else:
             env = atari_wrappers.make_vector(flags.env, num_envs, **options)
     else:
-        env = environment.make(flags.env, num_envs, render_mode)
+        args = dict(flags.env_args)
+        env = environment.make(flags.env, num_envs, render_mode, **args)
     return environment.Environment(env)
+
+
+def is_warp(env_id):
+    """Tells whether an ID, such as warp/Tag or my_module:warp/MyEnv, is of an
+    environment on the device."""
+    return env_id.rpartition(":")[2].startswith("warp/")
+
+
+def create_warp_env(flags):
+    """Makes the environment on the device that --env names, or returns None if it names
+    another one. To use another environment, edit this function."""
+    if not is_warp(flags.env):
+        return None
+    from torchbeast import warp  # With torch.
+
+    return warp.make(flags.env, **dict(flags.env_args))
 
 
 # The command.
@@ -143,6 +168,7 @@ def serve(flags):
         while not received:
             time.sleep(0.2)
             running.restart_ended()
+    ignore_again(time.monotonic())
     log.info("stopped by %s", signal.Signals(received[0]).name)
     return 128 + received[0]
 

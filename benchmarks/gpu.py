@@ -1,13 +1,14 @@
 """Learning, inference and whole runs on a GPU: frames and steps per second.
 
-    python benchmarks/gpu.py --out DIR [--seconds 4] [--run_seconds 30]
+    python benchmarks/gpu.py --out DIR [--parts NAME ...] [--seconds 4]
     python benchmarks/gpu.py --out DIR --plot
 
-Writes DIR/gpu.json and, where matplotlib is installed, DIR/gpu.png; --plot makes only
-the latter, from the former. See gpu.sh.
+Adds its results to DIR/gpu.json, each as it comes; --plot makes DIR/gpu.png of them.
+See gpu.sh.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -20,21 +21,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-import torch._inductor.config  # noqa: E402
 
 import vtrace  # noqa: E402
 from benchmarks import limit, throughput  # noqa: E402
 from torchbeast import machine  # noqa: E402
 
 PONG = ["--env", "PongNoFrameskip-v4"]
-LEARNERS = [  # Precision, compiled?, as CUDA graphs?
-    ("float32", False, False),
-    ("float32", True, False),
-    ("float32", True, True),
-    ("bfloat16", False, False),
-    ("bfloat16", True, False),
-    ("bfloat16", True, True),
-]
+PRECISIONS = "float32", "bfloat16"
 
 
 def rate(function, num_steps, seconds):
@@ -48,39 +41,35 @@ def rate(function, num_steps, seconds):
     return calls * num_steps / (time.monotonic() - start)
 
 
-def learners(seconds):
+def learner(seconds, compiled=False):
     """Frames per second of updates alone, deep network."""
-    results = {}
-    for B in (32, 80):
-        for precision, compiled, graphs in LEARNERS:
+    for B in (4, 32, 80):
+        for precision in PRECISIONS:
             args = [*PONG, "--batch_size", str(B), "--precision", precision]
             flags = limit.parse("polybeast", args + ["--compile"] * compiled)
             torch._dynamo.reset()  # Or it takes what it compiled for the last variant.
-            torch._inductor.config.triton.cudagraphs = graphs
-            name = precision + ", compiled" * compiled + ", CUDA graphs" * graphs
-            results[f"{B} x 20, {name}"] = attempt(
-                lambda flags=flags: rate(
-                    limit.update_stage(flags),
-                    flags.unroll_length * flags.batch_size,
-                    seconds,
-                )
+            num_steps = flags.unroll_length * flags.batch_size
+            update = functools.partial(limit.update_stage, flags)
+            yield (
+                f"{B} x 20, {precision}",
+                lambda u=update, n=num_steps: rate(u(), n, seconds),
             )
-    torch._inductor.config.triton.cudagraphs = False
-    return results
+
+
+def compiled(seconds):
+    yield from learner(seconds, compiled=True)
 
 
 def inference(seconds):
     """Steps per second of the deep network alone, from host memory and back."""
-    results = {}
-    for precision in ("float32", "bfloat16"):
+    for precision in PRECISIONS:
         flags = limit.parse("polybeast", [*PONG, "--precision", precision])
-        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-            evaluate = limit.inference_stage(flags, n)
-            results[f"{n}, {precision}"] = rate(evaluate, n, seconds / 4)
-    return results
+        for n in (1, 4, 16, 32, 64, 128, 256, 512):
+            stage = functools.partial(limit.inference_stage, flags, n)
+            yield f"{n}, {precision}", lambda s=stage, n=n: rate(s(), n, seconds / 4)
 
 
-def vtrace_variants(seconds):
+def vtrace_us(seconds):
     """Microseconds of V-trace at 20 x 32: as it is, compiled, and as a loop."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = {
@@ -112,32 +101,42 @@ def vtrace_variants(seconds):
         "compiled": torch.compile(vtrace.from_importance_weights),
         "loop": loop,
     }
-    return {
-        name: attempt(lambda f=function: 1e6 / rate(wait(f), 1, seconds / 4))
-        for name, function in variants.items()
-    }
+    for name, function in variants.items():
+        yield name, lambda f=function: 1e6 / rate(wait(f), 1, seconds / 4)
 
 
-def end_to_end(seconds):
-    """PolyBeast on Pong, deep network, servers on all cores; and what the environments
-    of this machine do alone."""
+def environments(seconds):
+    """Steps per second of the environments of this machine alone, by processes."""
     cores = os.cpu_count()
-    results = {}
-    results["environments alone"] = limit.rate(
-        "polybeast", [*PONG, "--envs_per_server", "16"], "environment", 5, cores
-    )
-    # Few CPUs are fast in bfloat16.
-    for precision in ("float32", "bfloat16")[: 1 + torch.cuda.is_available()]:
-        for E in (16, 32):
-            args = [*PONG, "--num_servers", str(cores), "--envs_per_server", str(E)]
-            args += ["--batch_size", "32", "--precision", precision]
-            run = attempt(
-                lambda args=args: throughput.measure("polybeast", args, seconds)
+    args = [*PONG, "--envs_per_server", "16"]
+    for n in sorted({cores // 2, cores - 2, cores, 2 * cores}):
+        if n > 0:
+            yield (
+                f"{n} processes",
+                functools.partial(
+                    limit.rate, "polybeast", args, "environment", seconds, n
+                ),
             )
-            name = f"{cores} servers of {E}, {precision}"
-            results[name] = run if isinstance(run, str) else run["steps_per_second"]
-            results[f"{name}: details"] = run
-    return results
+
+
+def runs(seconds):
+    """Steps per second of PolyBeast on Pong, deep network: with the defaults, and with
+    more environments and larger batches."""
+    cores = os.cpu_count()
+    variants = [[]]
+    # Few CPUs are fast in bfloat16.
+    for precision in PRECISIONS[: 1 + torch.cuda.is_available()]:
+        for num_servers in (cores, 2 * cores - 4):
+            args = ["--num_servers", str(num_servers), "--envs_per_server", "16"]
+            variants.append([*args, "--batch_size", "32", "--precision", precision])
+    for args in variants:
+        name = " ".join(args) or "defaults"
+        yield (
+            name,
+            functools.partial(
+                throughput.measure, "polybeast", [*PONG, *args], 10 * seconds
+            ),
+        )
 
 
 def plot(results, path):
@@ -146,12 +145,16 @@ def plot(results, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = [part for part in ("learner", "inference", "end to end") if results[part]]
+    parts = [part for part in PARTS if results.get(part) and part != "vtrace_us"]
     figure, axes = plt.subplots(
         1, len(parts), figsize=(5 * len(parts), 4), layout="constrained", squeeze=False
     )
     for axis, part in zip(axes[0], parts):
-        values = {k: v for k, v in results[part].items() if isinstance(v, float)}
+        values = {
+            name: x["steps_per_second"] if isinstance(x, dict) else x
+            for name, x in results[part].items()
+            if not isinstance(x, str)
+        }
         axis.barh(list(values), list(values.values()))
         axis.set_title(f"{part}: steps per second")
         axis.invert_yaxis()
@@ -163,36 +166,29 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--out", type=pathlib.Path, required=True)
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     p.add_argument("--seconds", type=float, default=4)
-    p.add_argument("--run_seconds", type=float, default=30)
     p.add_argument("--plot", action="store_true")
     options = p.parse_args()
     path = options.out / "gpu.json"
-    if not options.plot:
-        measure(options, path)
-    try:
+    if options.plot:
         plot(json.loads(path.read_text()), options.out / "gpu.png")
-    except ImportError as e:
-        print(f"{e}: --plot elsewhere makes the plot of {path}")
+    else:
+        measure(options, path)
 
 
 def measure(options, path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    on_gpu = torch.cuda.is_available()
-    results = {"machine": machine.meta(limit.parse("polybeast", PONG))}
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results["machine"] = machine.meta(limit.parse("polybeast", PONG))
     results["machine"]["cuda"] = torch.version.cuda
-    parts = {"vtrace_us": vtrace_variants}
-    if on_gpu:
-        parts.update({"learner": learners, "inference": inference})
-    else:
-        print("no GPU here: learner and inference are left out")
-        results.update(learner={}, inference={})
-    parts["end to end"] = end_to_end
-    for name, part in parts.items():
-        seconds = options.run_seconds if part is end_to_end else options.seconds
-        results[name] = part(seconds)
-        path.write_text(json.dumps(results, indent=1) + "\n")  # So far.
-    print(json.dumps({k: v for k, v in results.items() if k != "machine"}, indent=1))
+    for part in options.parts:
+        for name, function in PARTS[part](options.seconds):
+            results.setdefault(part, {})[name] = x = attempt(function)
+            path.write_text(json.dumps(results, indent=1) + "\n")  # So far.
+            if isinstance(x, dict):
+                x = x["steps_per_second"]
+            print(f"{part}, {name}: {x if isinstance(x, str) else f'{x:,.1f}'}")
 
 
 def attempt(function):
@@ -203,6 +199,11 @@ def attempt(function):
         traceback.print_exc()
         return f"{type(e).__name__}: {e}"
 
+
+PARTS = {
+    part.__name__: part
+    for part in (vtrace_us, inference, learner, compiled, environments, runs)
+}
 
 if __name__ == "__main__":
     main()

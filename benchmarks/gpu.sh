@@ -1,25 +1,54 @@
 #!/bin/sh
-# What one NVIDIA GPU makes of this code: tests, learning, inference, whole runs. For a
-# machine with Python 3.12 and PyTorch, without a network:
+# What one NVIDIA GPU makes of this code, part by part, for a machine with Python 3.12 and
+# PyTorch, without a network:
 #
-#     make gpu-bundle                      # Here: wheels into dist/gpu
-#     sh benchmarks/gpu.sh dist/gpu OUT    # There: OUT/gpu.json, gpu.png, tests.txt
+#     make gpu-bundle                              # Here: wheels into dist/gpu
+#     sh benchmarks/gpu.sh dist/gpu OUT [PART ...] # There: OUT/log.txt, gpu.json, warp.json
 #
-# Without a GPU the parts that need one are left out, and say so.
-set -eu
+# All parts take nine minutes. Each has a time limit of its own, and writes its results as
+# they come, so that one that hangs costs no other.
+set -u
 wheels=$(realpath "$1")
 mkdir -p "$2"
 out=$(realpath "$2")
-venv=$(mktemp -d)/venv
-python3.12 -m venv --system-site-packages "$venv"
-"$venv/bin/python" -m pip install --quiet --no-index --no-deps "$wheels"/*.whl
-cd "$(dirname "$0")/.."
-if "$venv/bin/python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
-then
-    "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/cuda.py \
-        > "$out/tests.txt" 2>&1 || echo "tests failed: $out/tests.txt"
-    tail -n 3 "$out/tests.txt"
-else
-    echo "no GPU here: tests/cuda.py is left out"
-fi
-exec "$venv/bin/python" benchmarks/gpu.py --out "$out"
+shift 2
+cd "$(dirname "$0")/.." || exit
+site=$(mktemp -d)
+# (A venv would not see the PyTorch of a python3 that is in a venv itself.)
+python3 -m pip install --quiet --no-index --no-deps --target "$site" "$wheels"/*.whl || exit
+export PYTHONPATH="$PWD:$site" PYTHONUNBUFFERED=1
+
+run() { # Seconds at most, then a command.
+    limit=$1
+    shift
+    echo "== $*" | tee -a "$out/log.txt"
+    timeout --kill-after=5 "$limit" "$@" > "$out/part.txt" 2>&1
+    echo "exit code $?" >> "$out/part.txt"
+    tail -n 25 "$out/part.txt"
+    cat "$out/part.txt" >> "$out/log.txt"
+    rm "$out/part.txt"
+}
+
+gpu() { # Parts of gpu.py.
+    limit=$1
+    shift
+    run "$limit" python3 benchmarks/gpu.py --out "$out" --seconds 2 --parts "$@"
+}
+
+for part in ${*:-machine tests warp inference learner runs}; do
+    case $part in
+    machine)
+        run 10 nvidia-smi
+        run 5 lscpu
+        run 60 python3 -c "import ale_py, polybeast, torch, _libtorchbeast
+print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())"
+        ;;
+    tests) run 150 python3 -m pytest -q -p no:cacheprovider tests/cuda.py ;;
+    warp) run 100 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
+    inference) gpu 40 inference vtrace_us ;;
+    learner) gpu 60 learner ;;
+    compiled) gpu 300 compiled ;;
+    runs) gpu 180 environments runs ;;
+    *) echo "$part: expected machine, tests, warp, inference, learner, compiled or runs" ;;
+    esac
+done

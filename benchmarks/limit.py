@@ -45,10 +45,10 @@ def environment_stage(flags, num_envs):
     """A function that makes num_envs agent steps."""
     env = polybeast_env.create_env(flags, num_envs)
     env.initial(0)
+    (action,) = env.actions.leaves
     rng = np.random.default_rng(0)
-    shape = (env.num_envs, *env.action_shape)
-    high = np.reshape(env.num_actions, env.action_shape)
-    return lambda: env.step(rng.integers(0, high, shape))
+    shape = (env.num_envs, *action.shape)
+    return lambda: env.step(rng.integers(0, action.num_choices, shape))
 
 
 def raw_environment_stage(flags):

@@ -1,14 +1,15 @@
-"""Trains a Stable-Baselines3 agent on Atari with the settings that RL Zoo publishes.
+"""Trains a Stable-Baselines3 agent: on Atari with the settings that RL Zoo publishes,
+elsewhere PPO with its own defaults, which are those of CleanRL for MuJoCo.
 
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 ale-py \\
-        opencv-python-headless
+        opencv-python-headless mujoco==3.17.0 imageio
     /tmp/sb3/bin/python benchmarks/sb3.py --algorithm a2c --steps 3000000 \\
         --env BreakoutNoFrameskip-v4 --out ~/logs/sb3/a2c
 
 A yardstick for docs/learning.md, in an environment of its own; nothing imports it.
-logs.csv in the directory --out has a line for each game, as benchmarks/plot.py reads
-it; steps are agent steps of four frames.
+logs.csv in the directory --out has a line for each game, as torchbeast.plot reads it;
+steps are agent steps of four frames.
 """
 
 import argparse
@@ -21,9 +22,9 @@ import gymnasium
 import torch
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
-from stable_baselines3.common.vec_env import VecFrameStack
+from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
 SAVE_EVERY_S = 300  # The same command goes on from there; seconds begin anew.
 SCHEDULE_STEPS = 10_000_000  # PPO's rates fall to 0 there; --steps may end it before.
@@ -31,6 +32,9 @@ SCHEDULE_STEPS = 10_000_000  # PPO's rates fall to 0 there; --steps may end it b
 
 def make_model(algorithm, env_id, seed, saved):
     """RL Zoo's hyperparams/a2c.yml and ppo.yml, section atari."""
+    if "NoFrameskip" not in env_id:
+        envs = VecNormalize(make_vec_env(env_id, 1, seed))
+        return PPO("MlpPolicy", envs, seed=seed)
     envs = make_atari_env(env_id, 16 if algorithm == "a2c" else 8, seed)
     envs = VecFrameStack(envs, 4)
     if saved.exists():

@@ -4,13 +4,13 @@
 
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
-#include <grpcpp/support/proto_buffer_reader.h>
 #include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <list>
@@ -25,8 +25,10 @@
 #include <utility>
 #include <vector>
 
+#include "agent_outputs.h"
 #include "array.h"
 #include "batching_queue.h"
+#include "channel.h"
 #include "dynamic_batcher.h"
 #include "nest.h"
 #include "rollout.h"
@@ -36,7 +38,7 @@
 
 namespace torchbeast {
 
-inline constexpr int kProtocolVersion = 2;
+inline constexpr int kProtocolVersion = 3;
 inline constexpr int kMaxEnvs = 4096;  // Of a stream.
 
 inline constexpr size_t kMaxMetricsWaiting = 1 << 24;  // Bytes of them.
@@ -50,8 +52,9 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 // Actors: for each address a thread that steps the environments of one stream.
 //
 // An actor asks the inference batcher for compute((step, core_state)), [1, E, ...]
-// each, which answers (outputs, core_state); outputs is a dict with at least "action"
-// [1, E, ...] int64, and what of it is to be learned from. Each T steps it puts E items
+// each, which answers (outputs, core_state); outputs is a dict with at least "action",
+// a nest of arrays [1, E, ...] as the server's Welcome describes it, and what of it is
+// to be learned from. Each T steps it puts E items
 // into the learner queue: rollouts (rollout.h) of one environment each. Both batch
 // along dimension 1.
 //
@@ -76,6 +79,8 @@ class ActorPool {
  public:
   struct Options {
     int64_t unroll_length = 20;
+    int64_t burn_in = 0;       // Steps of a rollout before these, from the one before.
+    bool one_episode = false;  // A rollout ends with its episode, and is padded.
     int64_t seed = 0;
     double connect_timeout_s = 60;
     int64_t max_streams = 0;         // That hosts open.
@@ -94,9 +99,10 @@ class ActorPool {
     std::string address;
     std::string state;  // "connecting", "running", "waiting to reconnect" or "ended".
     int64_t num_envs = 0;
-    int64_t steps = 0;       // Of all of its environments.
-    int64_t rollouts = 0;    // That went into the queue.
-    int64_t reconnects = 0;  // Streams that failed.
+    std::string environment;  // Its name.
+    int64_t steps = 0;        // Of all of its environments.
+    int64_t rollouts = 0;     // That went into the queue.
+    int64_t reconnects = 0;   // Streams that failed.
     int64_t failures = 0;  // Of these since its last rollout, where a server answered.
     std::string last_error;
     bool dialed_in = false;  // The host has opened it.
@@ -130,6 +136,13 @@ class ActorPool {
       throw std::invalid_argument("unroll_length is " +
                                   std::to_string(options_.unroll_length) +
                                   ", expected at least 1");
+    }
+    if (options_.burn_in < 0) {
+      throw std::invalid_argument("burn_in is " + std::to_string(options_.burn_in) +
+                                  ", expected at least 0");
+    }
+    if (options_.one_episode && options_.burn_in > 0) {
+      throw std::invalid_argument("burn_in with one_episode, expected one of them");
     }
     if (options_.max_rollouts < 0) {
       throw std::invalid_argument("max_rollouts is " +
@@ -421,27 +434,13 @@ class ActorPool {
 
   // One stream, from Hello to its end, which is always an exception.
   void stream(Actor* actor) {
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
-    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // Not what http_proxy is for.
-    // No compression: a few bytes could become any number of them.
-    arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1);
-    arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
-    // Each attempt connects anew: waiting is done in act().
-    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-    // A host that is gone without a word, as when its power fails, is noticed.
-    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
-    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-    arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // In a long step, too.
     const bool tls =
         !options_.tls_ca.empty() && actor->status.address.rfind("unix:", 0) != 0;
     const auto credentials =
         tls ? grpc::SslCredentials(
                   {options_.tls_ca, options_.tls_key, options_.tls_cert})
             : grpc::InsecureChannelCredentials();
-    const auto channel =
-        grpc::CreateCustomChannel(actor->status.address, credentials, arguments);
+    const auto channel = make_channel(actor->status.address, credentials);
     // As generated code would do it, but for responses that are not parsed yet.
     const grpc::internal::RpcMethod method(
         "/torchbeast.protocol.EnvironmentServer/Stream", nullptr,
@@ -470,52 +469,9 @@ class ActorPool {
   struct Unreachable : std::runtime_error {
     using std::runtime_error::runtime_error;
   };
-  struct HostError : std::runtime_error {  // In the host's words.
-    using std::runtime_error::runtime_error;
-  };
-
-  // gRPC does not say whose fault it is.
-  static std::string explain(const std::string& error, bool tls) {
-    const auto has = [&](const char* text) {
-      return error.find(text) != std::string::npos;
-    };
-    std::string text;
-    if (has("certificate verify failed")) {
-      text =
-          "the server's certificate is not signed by tls_ca, has expired, or is no "
-          "server's";
-    } else if (has("wrong version number")) {
-      text = "the server speaks no TLS";
-    } else if (has("failed to connect") && has("Socket closed")) {
-      text = tls ? "the server hangs up: its log says if it refuses tls_cert"
-                 : "the server hangs up: does it expect TLS?";
-    } else if (tls && has("empty address list")) {
-      text = "tls_cert and tls_key are not a certificate and its key, in PEM";
-    }
-    return text.empty() ? error : text + " (" + error + ")";
-  }
 
  protected:
   using Stream = grpc::ClientReaderWriterInterface<protocol::Request, grpc::ByteBuffer>;
-
-  // Looks at what parsing would cost before it parses. False if the other side has ended
-  // the stream.
-  static bool read(Reader* reader, protocol::Response* response) {
-    grpc::ByteBuffer bytes;
-    if (!reader->Read(&bytes)) return false;
-    // A reader each, as they end in bytes that cannot be read again.
-    grpc::ProtoBufferReader first(&bytes);
-    check_size(&first);
-    grpc::ProtoBufferReader second(&bytes);
-    if (!response->ParseFromZeroCopyStream(&second)) {
-      throw std::runtime_error("the server sent a message that cannot be parsed");
-    }
-    if (response->has_error()) {
-      const char* reason = response->error().c_str();  // As what() ends it.
-      throw HostError(*reason == 0 ? "the host gave no reason" : reason);
-    }
-    return true;
-  }
 
   // Returns when the other side has ended the stream.
   void converse(Actor* actor, Writer* writer, Reader* reader) {
@@ -531,7 +487,7 @@ class ActorPool {
     request.clear_hello();
 
     const auto response = std::make_shared<protocol::Response>();
-    if (!read(reader, response.get())) return;
+    if (!read_response(reader, response.get())) return;
     const protocol::Welcome& welcome = response->welcome();
     check(welcome);
     const int64_t num_envs = welcome.num_envs();
@@ -541,17 +497,13 @@ class ActorPool {
       throw std::invalid_argument("the server's step is " + spec.structure->describe() +
                                   ", expected a dict");
     }
-    if (action_spec.structure->kind != Kind::kLeaf) {
-      throw std::invalid_argument("the server's action is " +
-                                  action_spec.structure->describe() +
-                                  ", expected an array");
-    }
     check_rows(spec, num_envs);
     check_rows(action_spec, num_envs);
     {
       std::lock_guard<std::mutex> lock(mu_);
       actor->status.state = "running";
       actor->status.num_envs = num_envs;
+      actor->status.environment = welcome.environment();
       reached_ = true;
     }
     changed_.notify_all();
@@ -571,38 +523,82 @@ class ActorPool {
     Nest<Array> core_state = for_each_environment(initial_state_, num_envs);
     const auto input_structure = std::make_shared<const Structure>(
         Structure{Kind::kTuple, {}, {*step.structure, *core_state.structure}});
-    Rollout rollout(options_.unroll_length, spec);
-    rollout.write_step(0, step.leaves);
-    for (;;) {
-      const Nest<Array> initial_core_state = core_state;
-      {
-        std::lock_guard<std::mutex> lock(mu_);
-        rollouts_.begun += num_envs;
-        actor->filling = num_envs;
-      }
-      for (int64_t t = 0; t < options_.unroll_length; ++t) {
-        Nest<Array> inputs{input_structure, {}};
-        for (const Array& array : step.leaves) {
-          inputs.leaves.push_back(internal::as_one_step(array));
-        }
-        inputs.leaves.insert(inputs.leaves.end(), core_state.leaves.begin(),
-                             core_state.leaves.end());
-        CallSeconds seconds;
-        const Nest<Array> result =
-            inference_batcher_->compute(inputs, nullptr, &seconds);
-        const Outputs outputs(result, action_spec, *core_state.structure);
-        rollout.write_outputs(t, outputs.structure, outputs.leaves);
-        core_state.leaves = outputs.core_state;
+    // Environments that begin and end their rollouts together: all, or each alone. A
+    // rollout has burn_in steps before the others, which repeat the one before; the
+    // first one is filled whole.
+    struct Group {
+      Columns columns = {0, 0};
+      int64_t t = -1;                       // The step that is written last, or none.
+      Nest<Array> initial_core_state;       // Before step 0.
+      std::deque<Nest<Array>> core_states;  // Before each of the last steps.
+    };
+    const bool one_episode = options_.one_episode;
+    const int64_t num_actions = options_.burn_in + options_.unroll_length;
+    Rollout rollout(num_actions, spec, options_.burn_in + 1, one_episode);
+    std::vector<Group> groups;
+    const int64_t width = one_episode ? 1 : num_envs;
+    for (int64_t e = 0; e < num_envs; e += width) {
+      groups.emplace_back().columns = {e, width};
+    }
 
-        encode_arrays({action_spec.structure, {outputs.action}},
-                      request.mutable_action());
-        const auto asked_at = Clock::now();
-        if (!writer->Write(request)) return;
-        step.leaves.clear();
-        if (!read(reader, response.get())) return;
-        const auto answered_at = Clock::now();
-        step = decode();
-        rollout.write_step(t + 1, step.leaves);
+    const auto count_begun = [&] {
+      std::lock_guard<std::mutex> lock(mu_);
+      rollouts_.begun += width;
+      actor->filling += width;
+    };
+    // Takes the newest step into the group's rollout.
+    const auto advance = [&](Group* group) {
+      const Columns columns = group->columns;
+      if (group->t < 0) {
+        count_begun();
+        group->initial_core_state = core_state;
+        group->core_states = {core_state};
+      }
+      rollout.write_step(++group->t, step.leaves, columns);
+      if (group->t == 0) return;
+      const bool last = one_episode && rollout.is_last(group->t, columns.begin);
+      if (group->t < num_actions && !last) return;
+      rollout.pad(group->t, columns);
+      for (int64_t e = columns.begin; e < columns.begin + columns.num; ++e) {
+        deliver(actor, rollout.of_environment(e, group->initial_core_state));
+      }
+      // What follows a last step is in no rollout.
+      group->t = last ? -1 : options_.burn_in;
+      if (last) return;
+      count_begun();
+      rollout.begin_next(columns);
+      group->initial_core_state = group->core_states.front();
+    };
+    for (Group& group : groups) advance(&group);
+    double rollout_queue = 0;  // Seconds since the step before.
+    for (;;) {
+      Nest<Array> inputs{input_structure, {}};
+      for (const Array& array : step.leaves) {
+        inputs.leaves.push_back(internal::as_one_step(array));
+      }
+      inputs.leaves.insert(inputs.leaves.end(), core_state.leaves.begin(),
+                           core_state.leaves.end());
+      CallSeconds seconds;
+      const Nest<Array> result = inference_batcher_->compute(inputs, nullptr, &seconds);
+      const AgentOutputs outputs(result, action_spec, *core_state.structure);
+      core_state.leaves = outputs.core_state;
+      for (Group& group : groups) {
+        if (group.t < 0) continue;  // The action is ignored.
+        rollout.write_outputs(group.t, outputs.structure, outputs.leaves,
+                              group.columns);
+        group.core_states.push_back(core_state);
+        const auto most = static_cast<size_t>(options_.burn_in + 1);
+        if (group.core_states.size() > most) group.core_states.pop_front();
+      }
+
+      encode_arrays({action_spec.structure, outputs.action}, request.mutable_action());
+      const auto asked_at = Clock::now();
+      if (!writer->Write(request)) return;
+      step.leaves.clear();
+      if (!read_response(reader, response.get())) return;
+      const auto answered_at = Clock::now();
+      step = decode();
+      {
         std::lock_guard<std::mutex> lock(mu_);
         for (const std::string& text : response->metrics()) {
           if (metrics_.size() >= kMaxMetrics) break;
@@ -614,17 +610,11 @@ class ActorPool {
         stage_seconds_.inference += seconds.evaluation;
         stage_seconds_.environment_wait +=
             internal::seconds_between(asked_at, answered_at);
+        stage_seconds_.rollout_queue += std::exchange(rollout_queue, 0);
       }
       const auto filled_at = Clock::now();
-      for (int64_t e = 0; e < num_envs; ++e) {
-        deliver(actor, rollout.of_environment(e, initial_core_state));
-      }
-      {
-        std::lock_guard<std::mutex> lock(mu_);
-        stage_seconds_.rollout_queue +=
-            internal::seconds_between(filled_at, Clock::now());
-      }
-      rollout.begin_next();
+      for (Group& group : groups) advance(&group);
+      rollout_queue += internal::seconds_between(filled_at, Clock::now());
     }
   }
 
@@ -653,60 +643,6 @@ class ActorPool {
     ++actor->status.rollouts;
     actor->status.failures = 0;
   }
-
-  // What the agent answered, taken apart. Throws invalid_argument if it is not
-  // ({"action": ..., ...}, core_state).
-  struct Outputs {
-    Outputs(const Nest<Array>& result, const Nest<ArraySpec>& action_spec,
-            const Structure& core_state_structure) {
-      const Structure& s = *result.structure;
-      if (s.kind == Kind::kLeaf || s.kind == Kind::kDict || s.children.size() != 2 ||
-          s.children[0].kind != Kind::kDict) {
-        throw std::invalid_argument("inference returned " + s.describe() +
-                                    ", expected (dict of outputs, core_state)");
-      }
-      if (!(s.children[1] == core_state_structure)) {
-        throw std::invalid_argument(
-            "inference returned core_state as " + s.children[1].describe() +
-            ", expected " + core_state_structure.describe() + ", like initial_state");
-      }
-      structure = s.children[0];
-      const auto n = static_cast<std::ptrdiff_t>(structure.num_leaves());
-      leaves.assign(result.leaves.begin(), result.leaves.begin() + n);
-      core_state.assign(result.leaves.begin() + n, result.leaves.end());
-      const auto key =
-          std::find(structure.keys.begin(), structure.keys.end(), "action");
-      if (key == structure.keys.end()) {
-        throw std::invalid_argument("inference returned " + structure.describe() +
-                                    ", expected 'action' among them");
-      }
-      size_t index = 0;
-      for (auto k = structure.keys.begin(); k != key; ++k) {
-        index += structure.children[static_cast<size_t>(k - structure.keys.begin())]
-                     .num_leaves();
-      }
-      const Array& array = leaves.at(index);
-      const ArraySpec& expected = action_spec.leaves.at(0);
-      action = array;
-      action.shape = {};
-      action.strides = {};
-      for (int i = 1; i < array.shape.rank(); ++i) {
-        action.shape.push_back(array.shape[i]);
-        action.strides.push_back(array.strides[i]);
-      }
-      if (array.dtype != expected.dtype || action.shape != expected.shape) {
-        throw std::invalid_argument("inference returned the action as " +
-                                    array.dtype.name() + " " + array.shape.str() +
-                                    ", expected " + expected.dtype.name() + " [1] + " +
-                                    expected.shape.str());
-      }
-    }
-
-    Structure structure;            // Of the dict.
-    std::vector<Array> leaves;      // [1, E, ...]
-    std::vector<Array> core_state;  // [., E, ...]
-    Array action;                   // [E, ...]
-  };
 
   // Makes stop() and remove() reach a stream for as long as it lasts.
   class Reach {

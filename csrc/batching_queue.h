@@ -175,34 +175,37 @@ class BatchingQueue {
           std::to_string(options_.maximum_batch_size) + ")");
     }
 
-    std::shared_ptr<Filling> fresh;  // A batch to begin, made outside of the lock.
     std::shared_ptr<Filling> batch;  // The one that the item goes into.
     std::vector<Array> arrays;       // The item's, in the batch's order.
     int64_t begin = 0;
-    {
+    try {
       std::unique_lock<std::mutex> lock(mu_);
-      for (;;) {
-        wait(&lock, &not_full_, blocking, std::nullopt,
-             [&] { return closed_ || !full(); });
-        if (closed_) throw Closed("enqueue to a closed queue");
-        const bool first = !options_.check || !spec_.structure;
-        // With the check, all batches have the very spec of the first item.
-        if (!first) arrays = spec_.match(item, options_.batch_dim);
-        if (!batches_.empty() && fits(*batches_.back(), item, rows, &arrays)) {
-          batch = batches_.back();
-          break;
-        }
-        if (fresh != nullptr && (first || fresh->spec.structure == spec_.structure)) {
-          arrays = fresh->spec.match(item, options_.batch_dim);
-          if (first && options_.check) spec_ = fresh->spec;
-          batches_.push_back(fresh);
-          batch = std::move(fresh);
-          break;
-        }
+      wait(&lock, &not_full_, blocking, std::nullopt,
+           [&] { return closed_ || !(full() || beginning_); });
+      if (closed_) throw Closed("enqueue to a closed queue");
+      const bool first = !options_.check || !spec_.structure;
+      // With the check, all batches have the very spec of the first item.
+      if (!first) arrays = spec_.match(item, options_.batch_dim);
+      if (!batches_.empty() && fits(*batches_.back(), item, rows, &arrays)) {
+        batch = batches_.back();
+      } else {
+        // One producer at a time: a BufferPool keeps all that was ever out at once.
         const RowSpec spec = first ? RowSpec(item) : spec_;
+        beginning_ = true;
         lock.unlock();
-        fresh = begin_batch(spec);
+        try {
+          batch = begin_batch(spec);
+        } catch (...) {
+          lock.lock();
+          beginning_ = false;
+          throw;
+        }
         lock.lock();
+        beginning_ = false;
+        if (closed_) throw Closed("enqueue to a closed queue");
+        arrays = batch->spec.match(item, options_.batch_dim);
+        if (first && options_.check) spec_ = batch->spec;
+        batches_.push_back(batch);
       }
       batch->payloads.push_back(std::move(payload));
       if (batch->payloads.size() == 1) batch->opened = Clock::now();
@@ -213,6 +216,10 @@ class BatchingQueue {
       if (head_ready() || (options_.timeout_ms && batch->payloads.size() == 1)) {
         ready_.notify_all();
       }
+      if (!full()) not_full_.notify_one();
+    } catch (...) {
+      not_full_.notify_one();
+      throw;
     }
     if (blocking != nullptr && num_bytes(arrays) > kLongCopy) blocking->begin();
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -250,7 +257,7 @@ class BatchingQueue {
       batch->taken = true;
       size_ -= static_cast<int64_t>(batch->payloads.size());
       if (head_ready()) ready_.notify_all();
-      not_full_.notify_all();
+      not_full_.notify_one();
       // Its last items may still be being copied, which takes no longer than a memcpy.
       if (batch->num_writers > 0 && blocking != nullptr) {
         lock.unlock();
@@ -374,13 +381,15 @@ class BatchingQueue {
   const Allocate allocate_;
 
   mutable std::mutex mu_;
-  std::condition_variable ready_;                 // A batch may be ready, or closed_.
-  std::condition_variable not_full_;              // size_ shrank, or closed_.
+  std::condition_variable ready_;  // A batch may be ready, or closed_.
+  // Items may go in, or closed_. Wakes one producer, which wakes the next.
+  std::condition_variable not_full_;
   std::condition_variable written_;               // A taken batch has no more writers.
   std::deque<std::shared_ptr<Filling>> batches_;  // Guarded by mu_. The last grows.
   int64_t size_ = 0;                              // Guarded by mu_.
-  bool closed_ = false;                           // Guarded by mu_.
-  RowSpec spec_;                                  // Guarded by mu_. Of the first item.
+  bool beginning_ = false;  // Guarded by mu_. A batch, see enqueue().
+  bool closed_ = false;     // Guarded by mu_.
+  RowSpec spec_;            // Guarded by mu_. Of the first item.
 };
 
 }  // namespace torchbeast

@@ -1,5 +1,6 @@
 // libtorchbeast's Python side: nests, queues and batchers of torch tensors.
 
+#include <absl/synchronization/mutex.h>
 #include <cxxabi.h>
 #include <grpcpp/grpcpp.h>
 #include <pybind11/pybind11.h>
@@ -224,6 +225,7 @@ py::list to_dicts(const std::vector<ActorPool::Status>& statuses) {
                            py::arg("steps") = s.steps, py::arg("rollouts") = s.rollouts,
                            py::arg("reconnects") = s.reconnects,
                            py::arg("failures") = s.failures,
+                           py::arg("environment") = decode(s.environment),
                            py::arg("last_error") = decode(s.last_error),
                            py::arg("dialed_in") = s.dialed_in));
   }
@@ -309,8 +311,15 @@ void poll_own_sockets() {
   unsetenv(kName);  // Servers, which inherit it, have one thread that waits.
 }
 
+// Debian's Abseil looks for deadlocks at each lock that gRPC takes, in a graph of all
+// locks that are held: an eighth of the learner's processor time with 1,000 streams.
+void lock_without_a_graph() {
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+}
+
 PYBIND11_MODULE(_libtorchbeast, m) {
   poll_own_sockets();
+  lock_without_a_graph();
   m.doc() = "The C++ part of libtorchbeast.";
   (void)Torch::get();  // Imported now: not in a thread, nor while the interpreter ends.
   m.attr("GRPC_VERSION") = grpc::Version();
@@ -489,8 +498,9 @@ goes on calls set_error().)")
 
 For each step it asks inference_batcher for compute((step, core_state)), nests of
 [1, E, ...] for the E environments of a stream; the answer is (outputs, core_state), where
-outputs is a dict with at least "action" [1, E, ...] int64. Each unroll_length T steps it
-puts E rollouts, one of each environment, into learner_queue: dicts of the step's entries
+outputs is a dict with at least "action", a nest of arrays [1, E, ...] as the server wants
+it. Each unroll_length T steps it puts E rollouts, one of each environment, into
+learner_queue: dicts of the step's entries
 [T + 1, 1, ...], of the outputs' entries [T, 1, ...], and core_state, the one before step 0.
 Both must have batch_dim=1.
 
@@ -516,6 +526,10 @@ Args:
         with the same tls_*. A host whose environments have not come after
         welcome_timeout_s is hung up on. Hosts are waited for without limit. None if
         empty.
+    burn_in: K. Rollouts have K + T + 1 steps, and the first K + 1 repeat the last ones
+        of the rollout before; the first rollout of a stream has K + T new ones.
+    one_episode: a rollout has steps of one episode only. Those after its end repeat the
+        last one, with done = True and mask = False: the step has an entry "mask" more.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")
       .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
@@ -526,7 +540,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                        std::optional<int64_t> max_rollouts, std::string tls_cert,
                        std::string tls_key, std::string tls_ca, const py::object& step,
                        std::string listen, int64_t max_streams,
-                       double welcome_timeout_s) {
+                       double welcome_timeout_s, int64_t burn_in, bool one_episode) {
              // Copied: actors are threads without the GIL.
              const Nest<Array> state =
                  to_arrays(initial_state).map([](const Array& array) {
@@ -537,7 +551,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                  });
              return std::make_unique<ListeningPool>(
                  ActorPool::Options{
-                     unroll_length, seed, connect_timeout_s,
+                     unroll_length, burn_in, one_episode, seed, connect_timeout_s,
                      listen.empty() ? 0 : max_streams, welcome_timeout_s,
                      max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
                      std::move(observation_space), std::move(action_space),
@@ -553,7 +567,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            py::arg("max_rollouts") = py::none(), py::arg("tls_cert") = "",
            py::arg("tls_key") = "", py::arg("tls_ca") = "",
            py::arg("step") = py::none(), py::arg("listen") = "",
-           py::arg("max_streams") = 1024, py::arg("welcome_timeout_s") = 300)
+           py::arg("max_streams") = 1024, py::arg("welcome_timeout_s") = 300,
+           py::arg("burn_in") = 0, py::arg("one_episode") = false)
       .def(
           "run",
           [](ListeningPool& self) {
@@ -580,8 +595,9 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "A dict for each stream: stream (its number), address, state, num_envs, "
           "steps,\n"
           "rollouts, reconnects, failures (of these since its last rollout, where a "
-          "server\nanswered), last_error in the server's words, dialed_in (the host "
-          "opened it).")
+          "server\nanswered), environment (its name), last_error in the server's "
+          "words, "
+          "dialed_in (the\nhost opened it).")
       .def(
           "take_departed",
           [](ListeningPool& self) { return to_dicts(self.take_departed()); },

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,39 +33,89 @@ inline Array as_one_step(const Array& array) {
 
 }  // namespace internal
 
-// The T + 1 steps that E environments make together, written in place.
+// Environments [begin, begin + num) of a stream.
+struct Columns {
+  int64_t begin;
+  int64_t num;
+};
+
+// The T + 1 steps that E environments make, written in place: all together, or some
+// columns at a time.
 //
-// A rollout is a dict: of the step's entries [T + 1, E, ...], step 0 being the last one
-// of the rollout before; of the entries of the agent's outputs [T, E, ...], which
-// belong to the steps 0 to T - 1; and core_state [., E, ...], the recurrent state
-// before step 0.
+// A rollout is a dict: of the step's entries [T + 1, E, ...], of which the first
+// `overlap` repeat the last ones of the rollout before; with masked, of "mask"
+// [T + 1, E], false where steps are padding; of the entries of the agent's outputs [T,
+// E, ...], which belong to the steps 0 to T - 1; and core_state [., E, ...], the
+// recurrent state before step 0.
 class Rollout {
  public:
-  Rollout(int64_t unroll_length, const Nest<ArraySpec>& step) : T_(unroll_length) {
+  Rollout(int64_t num_actions, const Nest<ArraySpec>& step, int64_t overlap = 1,
+          bool masked = false)
+      : T_(num_actions), overlap_(overlap), masked_(masked) {
     structure_.kind = Kind::kDict;
     structure_.keys = step.structure->keys;
     structure_.children = step.structure->children;
     for (const ArraySpec& leaf : step.leaves) {
       steps_.push_back(allocate(T_ + 1, leaf.dtype, leaf.shape));
     }
-  }
-
-  // arrays: [E, ...], as in the spec.
-  void write_step(int64_t t, const std::vector<Array>& arrays) const {
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      copy(internal::as_one_step(arrays[i]), steps_[i].narrow(0, t, 1));
+    if (masked) {
+      const Dims rows{entry("done").shape[1]};
+      add_entry("mask", Structure{Kind::kLeaf, {}, {}});
+      steps_.push_back(allocate(T_ + 1, {DType::kBool, 8}, rows));
     }
   }
 
-  // The last step becomes the first one.
-  void begin_next() const {
-    for (const Array& array : steps_)
-      copy(array.narrow(0, T_, 1), array.narrow(0, 0, 1));
+  // arrays: [E, ...], as in the spec.
+  void write_step(int64_t t, const std::vector<Array>& arrays, Columns columns) const {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const Array step = arrays[i].narrow(0, columns.begin, columns.num);
+      copy(internal::as_one_step(step), place(steps_[i], t, columns));
+    }
+    if (masked_) fill(place(steps_.back(), t, columns), 1);
+  }
+
+  // Repeats step t to the end. Nothing leads there: `done` is true, and the mask false.
+  void pad(int64_t t, Columns columns) const {
+    for (int64_t to = t + 1; to <= T_; ++to) {
+      for (const Array& array : steps_) {
+        copy(place(array, t, columns), place(array, to, columns));
+      }
+      for (const char* name : {"reward", "terminated", "truncated", "episode_end"}) {
+        fill(place(entry(name), to, columns), 0);
+      }
+      fill(place(entry("done"), to, columns), 1);
+      fill(place(steps_.back(), to, columns), 0);
+      for (const Array& array : outputs_) {
+        copy(place(array, t - 1, columns), place(array, to - 1, columns));
+      }
+    }
+  }
+
+  // The last steps become the first ones.
+  void begin_next(Columns columns) const {
+    const auto move = [&](const std::vector<Array>& arrays, int64_t num) {
+      for (const Array& array : arrays) {
+        const int64_t begin = array.shape[0] - num;
+        for (int64_t t = 0; t < num; ++t) {  // One by one, as they may overlap.
+          copy(place(array, begin + t, columns), place(array, t, columns));
+        }
+      }
+    };
+    move(steps_, overlap_);
+    move(outputs_, overlap_ - 1);
+  }
+
+  // Whether an episode ended with the step [E, ...] of one environment.
+  [[nodiscard]] bool is_last(int64_t t, int64_t e) const {
+    const auto is_true = [&](const char* name) {
+      return place(entry(name), t, {e, 1}).data.get()[0] != std::byte{0};
+    };
+    return is_true("terminated") || is_true("truncated");
   }
 
   // outputs: a dict of [1, E, ...].
   void write_outputs(int64_t t, const Structure& structure,
-                     const std::vector<Array>& arrays) {
+                     const std::vector<Array>& arrays, Columns columns) {
     if (outputs_.empty()) {
       for (size_t i = 0; i < structure.keys.size(); ++i) {
         add_entry(structure.keys[i], structure.children[i]);
@@ -76,13 +127,15 @@ class Rollout {
       }
     }
     for (size_t i = 0; i < arrays.size(); ++i) {
-      const Array place = i < outputs_.size() ? outputs_[i].narrow(0, t, 1) : Array();
-      if (arrays.size() != outputs_.size() || arrays[i].dtype != place.dtype ||
-          arrays[i].shape != place.shape) {
+      const Array place =
+          i < outputs_.size() ? Rollout::place(outputs_[i], t, columns) : Array();
+      const Array part = arrays[i].narrow(1, columns.begin, columns.num);
+      if (arrays.size() != outputs_.size() || part.dtype != place.dtype ||
+          part.shape != place.shape) {
         throw std::invalid_argument(
             "inference returned other outputs than for the step before");
       }
-      copy(arrays[i], place);
+      copy(part, place);
     }
   }
 
@@ -109,6 +162,35 @@ class Rollout {
     return allocate_array(heap_memory, dtype, with_time);
   }
 
+  [[nodiscard]] static Array place(const Array& array, int64_t t, Columns columns) {
+    return array.narrow(0, t, 1).narrow(1, columns.begin, columns.num);
+  }
+
+  // array: [1, num], of one element a row.
+  static void fill(const Array& array, int value) {
+    const auto item = array.dtype.bytes();
+    for (int64_t e = 0; e < array.shape[1]; ++e) {
+      std::byte* at =
+          array.data.get() + e * array.strides[1] * static_cast<int64_t>(item);
+      std::memset(at, value, item);
+    }
+  }
+
+  // An entry [T + 1, E] of the step.
+  [[nodiscard]] const Array& entry(const std::string& key) const {
+    const Structure& all = shared_structure_ ? *shared_structure_ : structure_;
+    size_t leaf = 0;
+    for (size_t i = 0; i < all.keys.size(); ++i) {
+      if (all.keys[i] == key) {
+        if (leaf < steps_.size() && steps_[leaf].shape.rank() == 2) return steps_[leaf];
+        break;
+      }
+      leaf += all.children[i].num_leaves();
+    }
+    throw std::invalid_argument("the step has no entry '" + key +
+                                "' of one number for each environment");
+  }
+
   void add_entry(const std::string& key, const Structure& child) {
     const auto& keys = structure_.keys;
     if (std::find(keys.begin(), keys.end(), key) != keys.end()) {
@@ -120,9 +202,11 @@ class Rollout {
   }
 
   const int64_t T_;
+  const int64_t overlap_;
+  const bool masked_;
   Structure structure_;
   std::shared_ptr<const Structure> shared_structure_;
-  std::vector<Array> steps_;
+  std::vector<Array> steps_;  // The mask is the last one.
   std::vector<Array> outputs_;
 };
 

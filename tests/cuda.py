@@ -5,12 +5,14 @@ import pytest
 import torch
 
 import polybeast
-from tests import test_learner
+from tests import test_learner, test_warp, test_warpbeast, warp_references
 from tests.programs import read_logs, run
-from torchbeast import devices
+from torchbeast import consistency, devices
 from torchbeast.learner import PublishedWeights
 
 CUDA = torch.device("cuda:0")
+# By default cuDNN computes float32 convolutions in TF32: 11 % off for the deep network.
+torch.backends.cudnn.allow_tf32 = False
 
 
 def update(device, *args):
@@ -101,3 +103,46 @@ def test_defaults_use_the_gpu_for_both():
     polybeast.set_defaults(flags)
     assert flags.learner_device == flags.actor_device == "cuda"
     assert flags.num_learner_threads == flags.num_inference_threads == 2
+
+
+# WarpBeast.
+
+
+@pytest.mark.parametrize("case", test_warp.ENVS)
+def test_an_environment_on_the_gpu_is_its_reference(case):
+    name, args = test_warp.ENVS[case]
+    env, reference = test_warp.make(name, **args), getattr(warp_references, name)
+    consistency.compare(env, reference(**args), 3, 40, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("test_rollouts_go_on_where_the_one_before_ended", [[]]),
+        ("test_rollouts_go_on_where_the_one_before_ended", [["--use_lstm"]]),
+        ("test_the_recurrent_state_is_that_of_the_first_step", [2]),
+        ("test_a_rollout_is_what_the_agent_does_step_by_step", []),
+    ],
+)
+def test_captured_rollouts_are_right(name, args, monkeypatch):
+    monkeypatch.setattr(test_warpbeast, "DEVICE", CUDA)
+    getattr(test_warpbeast, name)(*args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--env", "warp/Catch"],
+        ["--env", "warp/Catch", "--compile"],
+        ["--env", "warp/Catch", "--use_lstm", "--normalize_observations"],
+        ["--env", "warp/Tag", "--agent", "ppo"],
+        ["--env", "warp/CartPole", "--agent", "r2d2", "--replay_start", 1000],
+        ["--env", "warp/Pendulum", "--agent", "sac", "--replay_start", 1000],
+    ],
+    ids=lambda args: " ".join(map(str, args)),
+)
+def test_warpbeast_trains_on_the_gpu(args, tmp_path):
+    args = [*args, "--total_steps", 100_000, "--num_envs", 32, "--xpid", "x"]
+    result = run(*args, "--savedir", tmp_path, module="warpbeast")
+    assert result.returncode == 0, result.stderr
+    assert int(read_logs(tmp_path / "x")[-1]["step"]) >= 100_000

@@ -3,7 +3,10 @@
     torchbeast/Catch-v0     credit over ten steps, from a board
     torchbeast/CatchPixels-v0   the same, from an image
     torchbeast/Memory-v0    recurrent state: no network without one beats a return of 0
+    torchbeast/LongMemory-v0   the same, for sixteen steps
     torchbeast/Bandit-v0    an action that depends on what is seen, and nothing else
+    torchbeast/Target-v0    a continuous action that depends on what is seen
+    torchbeast/Mixed-v0     an action of a choice and of a number that depends on it
     torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
     torchbeast/Mock-v0      none, it costs nothing: for tests of everything around it
 
@@ -138,6 +141,44 @@ class Bandit(gymnasium.Env):
         return {"context": self.context, "distractor": distractor}
 
 
+class Target(gymnasium.Env):
+    """One step: hit the number that is seen, float32 [1] in -1 to 1, by an action in
+    bounds of its own, Box(10, 30), of which 20 + 10 * number hits it. The return is 1
+    less the distance of the number that was hit."""
+
+    def __init__(self):
+        self.observation_space = spaces.Box(-1, 1, (1,), np.float32)
+        self.action_space = spaces.Box(10, 30, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.number, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        hit = (float(action[0]) - 20) / 10
+        return self.number, 1 - abs(hit - float(self.number[0])), True, False, {}
+
+
+class Mixed(Target):
+    """Target, and a choice: 1 if the number is positive, else 0. The action is a Tuple
+    of Discrete(2) and Dict(force=Box). A wrong choice pays 0."""
+
+    def __init__(self):
+        super().__init__()
+        force = spaces.Dict(force=self.action_space)
+        self.action_space = spaces.Tuple((spaces.Discrete(2), force))
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        choice, force = action
+        hit = (float(force["force"][0]) - 20) / 10
+        right = int(choice) == int(self.number[0] > 0)
+        reward = 1 - abs(hit - float(self.number[0])) if right else 0.0
+        return self.number, reward, True, False, {}
+
+
 class Counter(gymnasium.Env):
     """Counts, whatever the action. The t-th step of an episode pays t.
 
@@ -221,13 +262,19 @@ class MockVector(VectorEnv):
         return self.observation, zeros, last, np.zeros_like(last), {}
 
 
-for _name in ("Catch", "CatchPixels", "Memory", "Bandit", "Counter"):
+for _name in (
+    "Catch", "CatchPixels", "Memory", "Bandit", "Target", "Mixed", "Counter"
+):  # fmt: skip
     if f"torchbeast/{_name}-v0" not in gymnasium.registry:
         gymnasium.register(
             f"torchbeast/{_name}-v0",
             f"tests.envs:{_name}",
             nondeterministic=_name == "Counter",  # A reset doesn't undo its count.
         )
+if "torchbeast/LongMemory-v0" not in gymnasium.registry:
+    gymnasium.register(
+        "torchbeast/LongMemory-v0", "tests.envs:Memory", kwargs={"delay": 15}
+    )
 if "torchbeast/Mock-v0" not in gymnasium.registry:
     gymnasium.register(
         "torchbeast/Mock-v0",

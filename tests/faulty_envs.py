@@ -102,8 +102,8 @@ class Flaky(Quick):
         return super().step(action)
 
 
-class Continuous(Base):
-    action_space = spaces.Box(-1, 1, (2,), np.float32)
+class Bytes(Base):
+    action_space = spaces.Box(0, 255, (2,), np.uint8)
 
 
 class Text(Base):
@@ -164,7 +164,7 @@ for _env in (
     HugeReward,
     Stuck,
     Flaky,
-    Continuous,
+    Bytes,
     Text,
     Seeds,
     Metrics,

@@ -260,26 +260,26 @@ def read_logs(path):
         return list(csv.DictReader(f))
 
 
-def step(savedir):
-    """How far run "x" is."""
+def step(savedir, name="x"):
+    """How far a run is."""
     try:
-        rows = read_logs(savedir / "x")
+        rows = read_logs(savedir / name)
     except OSError:
         return 0
     return int(rows[-1]["step"] or 0) if rows else 0
 
 
-def load(savedir):
-    """The checkpoint of run "x"."""
-    return torch.load(savedir / "x" / "model.tar", weights_only=True)
+def load(savedir, name="x"):
+    """The checkpoint of a run."""
+    return torch.load(savedir / name / "model.tar", weights_only=True)
 
 
-def wait_for_steps(savedir, n, timeout_s=120):
-    """Until run "x" has made n steps from now."""
+def wait_for_steps(savedir, n, timeout_s=120, name="x"):
+    """Until a run has made n steps from now."""
     deadline = time.monotonic() + timeout_s
-    until = step(savedir) + n
-    while step(savedir) < until:
-        assert time.monotonic() < deadline, f"still at step {step(savedir)}"
+    until = step(savedir, name) + n
+    while step(savedir, name) < until:
+        assert time.monotonic() < deadline, f"still at step {step(savedir, name)}"
         time.sleep(0.05)
 
 

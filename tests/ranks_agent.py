@@ -24,3 +24,12 @@ class Agent(polybeast.Agent):
             with torch.no_grad():
                 next(self.net.parameters()).add_(1e-3 * rank)
         return super().learn(batch)
+
+    def loss(self, batch, outputs):
+        total, statistics = super().loss(batch, outputs)
+        if ranks.current.rank == 1 and self.updates == 20:
+            if os.environ["FAULT"] == "adds":
+                statistics["extra"] = total
+            if os.environ["FAULT"] == "renames":
+                statistics["extra"] = statistics.pop("pg_loss")
+        return total, statistics

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+from tests.test_agent import one_episode_rollouts
 from tests.test_polybeast_env import COUNTER, free_port, servers
 from torchbeast.environment import Environment, make
 from torchbeast.seeds import derive_seed
@@ -119,29 +120,73 @@ def check_contiguous(rollout):
     )
 
 
+@pytest.mark.parametrize("burn_in", [0, 3, 2 * T])
 @pytest.mark.parametrize("num_envs", [1, 8])
-def test_rollouts_are_what_the_environment_does_step_by_step(num_envs):
+def test_rollouts_are_what_the_environment_does_step_by_step(num_envs, burn_in):
     n = 12  # Rollouts of each environment: episodes begin and are cut off in them.
     local = Environment(make(COUNTER, num_envs))
     steps = [local.initial(derive_seed(3, 0, 0, 0))]
-    for _ in range(n * T):
+    for _ in range(burn_in + n * T):
         steps.append(local.step(np.ones(num_envs, np.int64)))
-    with server(num_envs) as (address, _), Learner([address], seed=3) as learner:
+    options = {"seed": 3, "burn_in": burn_in}
+    with server(num_envs) as (address, _), Learner([address], **options) as learner:
         rollouts = learner.rollouts(n * num_envs)
         assert learner.status()[address]["num_envs"] == num_envs
     for i, rollout in enumerate(rollouts):
         k, e = divmod(i, num_envs)  # An actor puts its environments' rollouts in order.
         for name in steps[0]:
-            # One step of overlap: the first step repeats the last of the one before.
-            expected = np.stack([s[name][e] for s in steps[k * T : (k + 1) * T + 1]])
+            # The first steps repeat the last ones of the rollout before.
+            end = burn_in + (k + 1) * T + 1
+            expected = np.stack([s[name][e] for s in steps[k * T : end]])
             assert rollout[name].dtype == expected.dtype
             np.testing.assert_array_equal(rollout[name], expected, err_msg=name)
-        np.testing.assert_array_equal(rollout["action"], np.ones(T))
+        np.testing.assert_array_equal(rollout["action"], np.ones(burn_in + T))
         # What was answered to step t, and the state before the first one.
         np.testing.assert_array_equal(
-            rollout["policy_logits"][:, 0], k * T + np.arange(T)
+            rollout["policy_logits"][:, 0], k * T + np.arange(burn_in + T)
         )
         np.testing.assert_array_equal(rollout["core_state"], np.full((1, 1, 2), k * T))
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_rollouts_of_one_episode_are_padded_and_masked(num_envs):
+    num_steps = 200
+    env = "CartPole-v1"  # Its pole falls after 8 to 10 steps to one side.
+    local = Environment(make(env, num_envs))
+    steps = [local.initial(derive_seed(3, 0, 0, 0))]
+    for _ in range(num_steps):
+        steps.append(local.step(np.ones(num_envs, np.int64)))
+    with server(num_envs, env=env) as (address, _):
+        with Learner([address], seed=3, one_episode=True) as learner:
+            expected = [
+                (e, *r)
+                for e in range(num_envs)
+                for r in one_episode_rollouts(steps, e, T)
+            ]
+            rollouts = learner.rollouts(len(expected))
+    # They come in the order of their ends.
+    expected.sort(key=lambda x: (x[2], x[0]))
+    lengths = set()
+    for rollout, (e, begin, end) in zip(rollouts, expected):
+        n = end - begin
+        lengths.add(n)
+        for name in steps[0]:
+            real = np.stack([s[name][e] for s in steps[begin : end + 1]])
+            np.testing.assert_array_equal(rollout[name][: n + 1], real, err_msg=name)
+        assert rollout["mask"].tolist() == [True] * (n + 1) + [False] * (T - n)
+        assert rollout["done"][n + 1 :].all() and not rollout["done"][1 : n + 1].any()
+        for name in ("reward", "terminated", "truncated", "episode_end"):
+            assert not rollout[name][n + 1 :].any()
+        np.testing.assert_array_equal(
+            rollout["observation"][n:],
+            np.repeat(rollout["observation"][n : n + 1], T - n + 1, 0),
+        )
+        np.testing.assert_array_equal(
+            rollout["policy_logits"][:n, 0], begin + np.arange(n)
+        )
+        assert (rollout["policy_logits"][n:] == rollout["policy_logits"][n - 1]).all()
+        assert (rollout["core_state"] == begin).all()
+    assert len(lengths) > 2 and max(lengths) == T
 
 
 @pytest.mark.survives("http-proxy")

@@ -36,13 +36,29 @@ def make_agent(flags, env):
     return polybeast.Agent(flags, env.observation_space, env.action_space)
 
 
-def make_actor(flags, env, seed=0):
+def make_actor(flags, env, seed=0, agent=None):
     torch.manual_seed(seed)
-    agent = make_agent(flags, env)
-    specs = rollouts.specs(agent, env.initial(0), flags.unroll_length)
+    agent = agent or make_agent(flags, env)
+    monobeast.set_num_buffers(flags, env.num_agents)
+    specs = rollouts.specs(agent, env.initial(0), flags)
     buffers = actors.create_buffers(specs, flags.num_buffers)
     arrays = map_structure(lambda x: x.numpy(), buffers)
     return monobeast.Actor(flags, env, agent, seed), buffers, arrays
+
+
+def batches(actor, buffers, arrays, weights=None):
+    """Yields what the actor fills, without end, as batches [T + 1, B, ...]."""
+    free = list(range(actor.env.num_envs))
+
+    def take(n):
+        assert 0 < n <= len(free)
+        return [free.pop(0) for _ in range(n)]
+
+    weights = weights or actors.SharedWeights(actor.agent.net)
+    for items in actor.rollouts(arrays, take, weights):
+        indices = [index for index, _ in items]
+        yield map_structure(lambda x, i=indices: x[:, i].clone(), buffers)
+        free += indices
 
 
 def collect(flags, env, seed=0):
@@ -50,7 +66,7 @@ def collect(flags, env, seed=0):
     actor, buffers, arrays = make_actor(flags, env, seed)
     actor.rollout(arrays, list(range(env.num_envs)))
     items = [(i, 0) for i in range(env.num_envs)]
-    batch, episodes, versions = monobeast.make_batch(buffers, items, CPU)
+    batch, episodes, versions = monobeast.make_batch(buffers, items, CPU, T)
     return actor, batch
 
 
@@ -142,9 +158,11 @@ def test_lstm_forgets_at_the_first_step_of_an_episode():
 # Rollouts.
 
 
+@pytest.mark.parametrize("burn_in", [0, 2, 2 * T])
 @pytest.mark.parametrize("use_lstm", [[], ["--use_lstm"]])
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_rollouts_are_contiguous_and_overlap_by_one_step(num_envs, use_lstm):
+def test_rollouts_are_contiguous_and_overlap(num_envs, use_lstm, burn_in, monkeypatch):
+    monkeypatch.setattr(polybeast.Agent, "burn_in", burn_in, raising=False)
     env = environment.Environment(
         [gymnasium.make("torchbeast/Counter-v0") for _ in range(num_envs)]
     )
@@ -158,8 +176,10 @@ def test_rollouts_are_contiguous_and_overlap_by_one_step(num_envs, use_lstm):
     assert rollouts[0]["done"][0].all()
     for before, after in zip(rollouts, rollouts[1:]):
         for (name, x), (_, y) in zip(leaves(before), leaves(after)):
-            if not name.startswith(("core_state", "action", "policy_logits")):
-                torch.testing.assert_close(x[-1], y[0], msg=name, equal_nan=True)
+            if name.startswith(("action", "policy_logits")):
+                torch.testing.assert_close(x[T:], y[:burn_in], msg=name)
+            elif not name.startswith("core_state"):
+                torch.testing.assert_close(x[T:], y[: burn_in + 1], msg=name)
     for rollout in rollouts:
         first = rollout["done"][1:]
         taken = rollout["action"].masked_fill(first, 0)
@@ -176,6 +196,85 @@ def test_rollouts_are_contiguous_and_overlap_by_one_step(num_envs, use_lstm):
     assert torch.cat([r["done"][1:] for r in rollouts]).any()
 
 
+def one_episode_rollouts(steps, e, unroll_length):
+    """[(begin, end)] of environment e's rollouts by the definition: they end with their
+    episode, or after T steps."""
+    begin, result = 0, []
+    for t in range(1, len(steps)):
+        if begin is None:
+            begin = t if steps[t]["done"][e] else None
+        elif steps[t]["terminated"][e] or steps[t]["truncated"][e]:
+            result.append((begin, t))
+            begin = None
+        elif t - begin == unroll_length:
+            result.append((begin, t))
+            begin = t
+    return result
+
+
+@pytest.mark.parametrize("use_lstm", [[], ["--use_lstm"]])
+def test_rollouts_of_one_episode_are_padded_and_masked(use_lstm):
+    num_envs = 3
+    flags = parse("--envs_per_actor", num_envs, "--one_episode_rollouts", *use_lstm)
+    env = environment.Environment(
+        [gymnasium.make("CartPole-v1") for _ in range(num_envs)]
+    )
+    actor, buffers, arrays = make_actor(flags, env)
+    steps, states, step = [actor.step], [actor.core_states[-1]], env.step
+    env.step = lambda action: steps.append(step(action)) or steps[-1]
+    act = actor.agent.act
+
+    def remember(step, core_state):
+        outputs, core_state = act(step, core_state)
+        states.append(core_state)
+        return outputs, core_state
+
+    actor.agent.act = remember
+    got = []
+    for batch in batches(actor, buffers, arrays):
+        for b in range(batch["done"].shape[1]):
+            got.append(map_structure(lambda x, b=b: x[:, b : b + 1], batch))
+        if len(steps) > 60:
+            break
+    expected = [
+        (end, e, begin)
+        for e in range(num_envs)
+        for begin, end in one_episode_rollouts(steps, e, T)
+    ]
+    assert len(got) == len(expected) and len({e - b for e, _, b in expected}) > 2
+    for rollout, (end, e, begin) in zip(got, sorted(expected)):
+        n = end - begin
+        for name in steps[0]:
+            real = np.stack([s[name][e] for s in steps[begin : end + 1]])
+            np.testing.assert_array_equal(rollout[name][: n + 1, 0], real)
+        assert rollout["mask"][:, 0].tolist() == [True] * (n + 1) + [False] * (T - n)
+        assert rollout["done"][n + 1 :].all() and not rollout["done"][1 : n + 1].any()
+        for name in ("reward", "terminated", "truncated", "episode_end"):
+            assert not rollout[name][n + 1 :].any()
+        for x, y in zip(rollout["core_state"], states[begin]):
+            torch.testing.assert_close(x[:, 0], y[:, e])
+        outputs, _ = actor.agent.net(rollout, rollout["core_state"])
+        torch.testing.assert_close(
+            outputs["policy_logits"][:n], rollout["policy_logits"][:n]
+        )
+        assert (rollout["policy_logits"][n:] == rollout["policy_logits"][n - 1]).all()
+
+
+def test_padding_is_learned_from_by_nobody():
+    flags = parse("--one_episode_rollouts")
+    env = environment.Environment([gymnasium.make("CartPole-v1") for _ in range(B)])
+    actor, buffers, arrays = make_actor(flags, env)
+    for batch in batches(actor, buffers, arrays):
+        if not batch["mask"].all():
+            break
+    outputs, _ = actor.agent.net(batch, batch["core_state"])
+    loss, _ = actor.agent.loss(batch, outputs)
+    gradient = torch.autograd.grad(loss, outputs["policy_logits"])[0].abs().sum(-1)
+    real = batch["mask"][1:] & ~batch["done"][1:]
+    assert real.any() and not real.all()
+    assert torch.equal(gradient[:-1] > 0, real)
+
+
 def test_batch_takes_the_asked_rollouts_in_time_major_order():
     buffers = {"x": torch.arange(24).view(3, 8), "core_state": ()}
     buffers.update(
@@ -188,12 +287,12 @@ def test_batch_takes_the_asked_rollouts_in_time_major_order():
     buffers["episode_end"][0, 5] = True  # Counted with the rollout before.
     buffers["episode_end"][2, 5] = True
     buffers["truncated"][1, 2] = True
-    batch, episodes, versions = monobeast.make_batch(buffers, [(5, 7), (2, 8)], CPU)
+    batch, episodes, versions = monobeast.make_batch(buffers, [(5, 7), (2, 8)], CPU, 2)
     assert batch["x"].tolist() == [[5, 2], [13, 10], [21, 18]]
-    assert episodes == {
-        "episode_return": [21.0],
-        "episode_step": [21],
-        "training_episode_return": [10.0],
+    assert {name: x.tolist() for name, x in episodes.items()} == {
+        "episode_return": [21, 1],
+        "episode_step": [21, 1],
+        "training_episode_return": [10, 1],
     }
     assert versions == [7, 8]
 

@@ -126,7 +126,7 @@ WRONG_OUTPUTS = [
     ),
     (
         returning(action=lambda step: step["reward"]),
-        r"action as torch.float32 \[1, 2\], expected torch.int64 \[1, 2\]",
+        r"action as torch.float32 \[1, 2\], expected action as torch.int64 \[1, 2\]",
     ),
 ]
 
@@ -137,7 +137,7 @@ def test_what_no_rollout_can_hold_is_an_error_that_names_it(agent, message):
     env = environment.Environment(environment.make("CartPole-v1", 2))
     agent = agent(flags, env.observation_space, env.action_space)
     with pytest.raises(ValueError, match=message):
-        rollouts.specs(agent, env.initial(0), unroll_length=20)
+        rollouts.specs(agent, env.initial(0), agent.flags)
 
 
 def test_a_core_state_of_another_shape_is_an_error_that_names_both():
@@ -150,7 +150,7 @@ def test_a_core_state_of_another_shape_is_an_error_that_names_both():
     env = environment.Environment(environment.make("CartPole-v1", 2))
     agent = Agent(flags, env.observation_space, env.action_space)
     with pytest.raises(ValueError, match=r"core_state .*3\].*expected .*256\]"):
-        rollouts.specs(agent, env.initial(0), unroll_length=20)
+        rollouts.specs(agent, env.initial(0), agent.flags)
 
 
 @both

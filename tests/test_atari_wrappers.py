@@ -384,8 +384,8 @@ def test_sticky_actions_change_the_game_and_none_is_what_the_id_says(make):
     "env_id, num_actions", [(PONG, 6), (BREAKOUT, 4), (SEAQUEST, 18), (FREEWAY, 3)]
 )
 def test_action_space_is_minimal_or_has_18_actions(make, env_id, num_actions):
-    assert Environment(make(env_id)).num_actions == (num_actions,)
-    assert Environment(make(env_id, full_action_space=True)).num_actions == (18,)
+    assert Environment(make(env_id)).action_space.n == num_actions
+    assert Environment(make(env_id, full_action_space=True)).action_space.n == 18
 
 
 @both

@@ -1,6 +1,7 @@
 """Hosts that dial their learner: the real programs."""
 
 import contextlib
+import os
 import queue
 import re
 import signal
@@ -430,6 +431,15 @@ def test_a_dialer_returns_to_its_own_learner_when_that_is_back(monkeypatch):
             d.close()
             thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_process_that_dials_is_not_called_a_server():
+    with dial(here()) as host:
+        host.wait_for("no stream, dials again")
+        os.kill(host.workers()[0], signal.SIGKILL)
+        line = host.wait_for("ended (exit code -9), started again")
+        assert "] process that dials 127.0.0.1:" in line
+        end(host)
 
 
 def test_a_host_is_named_by_its_address():

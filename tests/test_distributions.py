@@ -8,9 +8,16 @@ import torch
 from gymnasium import spaces
 from torch import distributions as td
 
-from torchbeast.distributions import Categorical, Gaussian, SquashedGaussian, make
+from torchbeast.distributions import (
+    Categorical,
+    Gaussian,
+    PolicyHead,
+    SquashedGaussian,
+    make,
+)
 from torchbeast.environment import leaves
 from torchbeast.process import BadInput
+from torchbeast.spaces import Actions
 
 LEADING = (3, 4)
 LOW, HIGH = np.float32([-2, 0.5]), np.float32([1, 4])
@@ -131,7 +138,7 @@ def squashed(mean, std, dtype=torch.float64):
 def test_a_squashed_gaussians_density_integrates_to_one(mean, std):
     distribution, params = squashed(mean, std)
     x = torch.linspace(mean - 9 * std, mean + 9 * std, 200_001, dtype=torch.float64)
-    a = distribution.to_action(x)
+    a = distribution.to_action(x[:, None])[:, 0]
     log_prob = distribution.log_prob(params.expand(len(x), -1), x[:, None])
     density = log_prob.exp()
     assert a.min() >= -2 and a.max() <= 3
@@ -220,7 +227,7 @@ def test_another_space_is_named_with_what_is_supported(space):
 
 def test_what_is_squashed_needs_bounds():
     for low, high in ((-np.inf, 1), (0, np.inf), (1, 1)):
-        with pytest.raises(BadInput, match="is not bounded, expected finite bounds"):
+        with pytest.raises(BadInput, match="expected finite bounds"):
             make(spaces.Box(np.float32([low]), np.float32([high])), squashed=True)
 
 
@@ -229,3 +236,70 @@ def test_parameters_of_another_number_are_named():
         ValueError, match=r"params has shape \[3, 4\], expected \[..., 5\]"
     ):
         Categorical([5]).entropy(torch.zeros(3, 4))
+
+
+def test_a_bounded_gaussian_is_in_units_of_its_bounds():
+    space = spaces.Box(
+        np.float32([10, -np.inf, 0, -3e38]), np.float32([30, 5, np.inf, 3e38])
+    )
+    distribution = make(space)
+    params = torch.zeros(8).expand(20_000, -1)
+    x = distribution.sample(params)
+    expected = torch.tensor([20.0, 0, 0, 0])
+    assert torch.equal(distribution.mode(params)[0], expected)
+    std = torch.tensor([10.0, 1, 1, 1])
+    torch.testing.assert_close(x.std(0), std, rtol=0.05, atol=0)
+    reference = td.Normal(expected, std)
+    torch.testing.assert_close(
+        distribution.log_prob(params, x), reference.log_prob(x).sum(-1)
+    )
+    torch.testing.assert_close(
+        distribution.entropy(params[0]), reference.entropy().sum()
+    )
+
+
+@every_space
+def test_features_are_one_hot_choices_and_numbers_in_units_of_their_bounds(space):
+    distribution = make(space)
+    space.seed(1)
+    env_actions = Actions(space, 3)
+    sample = distribution.sample(params_for(distribution))
+    features = distribution.features(sample)
+    assert features.shape == (*LEADING, distribution.num_features)
+    assert features.dtype == torch.float32
+    begin = 0
+    for leaf, (_, x) in zip(env_actions.leaves, leaves(sample)):
+        if leaf.num_choices is None:
+            size = math.prod(leaf.shape)
+            part = features[..., begin : begin + size]
+            low, high = leaf.space.low.ravel(), leaf.space.high.ravel()
+            if np.isfinite(high).all():
+                part = (part + 1) / 2 * (high - low) + low
+            torch.testing.assert_close(part, x.reshape(part.shape))
+            begin += size
+            continue
+        for number, n in zip(
+            x.reshape(*LEADING, -1).unbind(-1), leaf.num_choices.ravel().tolist()
+        ):
+            part = features[..., begin : begin + n]
+            assert torch.equal(part.argmax(-1), number)
+            assert torch.equal(part.sum(-1), torch.ones(LEADING))
+            begin += n
+    assert begin == distribution.num_features
+
+
+@every_space
+@pytest.mark.parametrize("of_state", [False, True])
+def test_a_policy_head_has_deviations_of_one_that_depend_on_features_if_wanted(
+    space, of_state
+):
+    distribution = make(space)
+    head = PolicyHead(4, distribution, state_dependent_std=of_state)
+    torch.nn.init.zeros_(head.bias)
+    params = head(torch.randn(5, 4))
+    assert params.shape == (5, distribution.num_params)
+    log_stds = params[:, distribution.log_stds]
+    assert log_stds.any() == (of_state and bool(distribution.log_stds.any()))
+    assert params[:, ~distribution.log_stds].all()
+    params.sum().backward()
+    assert head.bias.grad.all()  # All are learned.

@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from torchbeast.encoders import ImageEncoder, image_shape, make_encoder, summary
+from torchbeast.encoders import NETS, ImageEncoder, image_shape, make_encoder, summary
 
 
 def box(*shape, low=0, high=255, dtype=np.uint8):
@@ -38,11 +38,11 @@ def floats(*shape, low=0.0, high=1.0):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("deep", [False, True])
-def test_what_looks_like_images_is_encoded_by_convolutions(space, expected, deep):
+@pytest.mark.parametrize("net", NETS)
+def test_what_looks_like_images_is_encoded_by_convolutions(space, expected, net):
     found = image_shape(space)
     assert (None if found is None else found[1]) == expected
-    encoder = make_encoder(space, deep)
+    encoder = make_encoder(space, net)
     assert isinstance(encoder, ImageEncoder) == (expected is not None)
     sample = torch.as_tensor(np.stack([space.sample() for _ in range(2)]))
     before = sample.clone()
@@ -70,9 +70,9 @@ def test_images_are_scaled_by_their_bounds(space, low, high):
         torch.testing.assert_close(x, torch.full_like(x, expected))
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_convolutions_see_no_difference_between_backgrounds_of_any_color(deep):
-    encoder = make_encoder(box(32, 32, 3), deep)
+@pytest.mark.parametrize("net", NETS)
+def test_convolutions_see_no_difference_between_backgrounds_of_any_color(net):
+    encoder = make_encoder(box(32, 32, 3), net)
     convolution = encoder.layers[0]
     torch.nn.init.normal_(convolution.weight)  # Whatever is learned.
     black, red = np.zeros((2, 32, 32, 3), np.uint8)
@@ -85,9 +85,9 @@ def test_convolutions_see_no_difference_between_backgrounds_of_any_color(deep):
     assert y[0].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_the_brightness_of_each_channel_of_a_flat_image_is_encoded(deep):
-    encoder = make_encoder(box(32, 32, 3), deep)
+@pytest.mark.parametrize("net", NETS)
+def test_the_brightness_of_each_channel_of_a_flat_image_is_encoded(net):
+    encoder = make_encoder(box(32, 32, 3), net)
     images = torch.zeros(4, 32, 32, 3, dtype=torch.uint8)
     for channel in range(3):
         images[channel + 1, ..., channel] = 200

@@ -181,9 +181,9 @@ def play(env, actions):
 
 
 def random_actions(env, n, seed=0):
-    shape = (n, env.num_envs, *env.action_shape)
-    high = np.reshape(env.num_actions, env.action_shape)
-    return np.random.default_rng(seed).integers(high, size=shape)
+    (action,) = env.actions.leaves
+    shape = (n, env.num_envs, *action.shape)
+    return np.random.default_rng(seed).integers(action.num_choices, size=shape)
 
 
 # The steps of an episode and of the one after it.

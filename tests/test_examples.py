@@ -1,5 +1,6 @@
 """The examples: modules that run by flags alone, as their READMEs say."""
 
+import itertools
 import math
 import re
 import shlex
@@ -10,9 +11,13 @@ import gymnasium
 import pytest
 import torch
 
+import monobeast
 from tests.programs import ROOT, SERIAL, both, load, main, read_logs
+from tests.test_agent import batches, make_actor
 from tests.test_learning import learns
 from torchbeast import environment
+from torchbeast.agents import make_agent
+from torchbeast.flags import parse_args
 
 EXAMPLES = ["minatar", "nethack", "rnd"]
 if sys.version_info < (3, 11):
@@ -232,3 +237,30 @@ def test_rnd_as_a_file_of_a_users_own_needs_no_other(tmp_path, savedir, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     flags = ["--agent", "my_rnd", "--env", "CartPole-v1", *SMALL["monobeast"], *SHORT]
     assert "bonus" in trains(savedir, *flags, module="monobeast")[0]
+
+
+@pytest.mark.parametrize("context", [3, 20])
+def test_attention_gives_what_it_gave_step_by_step(context):
+    """From the state a rollout begins with; nothing of other episodes is seen."""
+    name = "examples.attention.agent"
+    argv = ["--agent", name, "--num_actors", "0", "--unroll_length", "7"]
+    flags = parse_args(
+        monobeast.program_parser(name), [*argv, "--context", str(context)]
+    )
+    monobeast.set_defaults(flags)
+    flags.precision = "float32"
+    env = environment.Environment([gymnasium.make("CartPole-v1") for _ in range(3)])
+    agent = make_agent(flags, env)
+    for parameter in agent.net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    actor, *buffers = make_actor(flags, env, agent=agent)
+    padded = 0
+    for batch in itertools.islice(batches(actor, *buffers), 30):
+        with torch.no_grad():
+            outputs, _ = agent.net(batch, batch["core_state"])
+        acted = batch["mask"][1:]
+        padded += (~acted).sum()
+        torch.testing.assert_close(
+            outputs["policy_logits"][:-1][acted], batch["policy_logits"][acted]
+        )
+    assert padded > 0

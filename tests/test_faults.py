@@ -14,6 +14,7 @@ import resource
 import shlex
 import signal
 import subprocess
+import sys
 import termios
 import threading
 import time
@@ -400,6 +401,50 @@ def test_the_limit_of_open_files_is_raised_as_far_as_needed(monkeypatch):
     assert 100 < soft < 4096 and hard == 4096
     with pytest.raises(BadInput, match="open files, the limit is 4096"):
         process.allow_open_files(4096)
+
+
+def test_a_limit_that_is_too_low_for_hosts_names_the_flag_to_lower(tmp_path):
+    flags = ("--listen", "127.0.0.1:1", "--max_streams", 10**5, "--savedir", tmp_path)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard > 2 * 10**5:
+        pytest.skip("this machine allows 200,000 open files")
+    assert "or use a smaller --max_streams" in refusal(*flags, module="polybeast")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.survives("signal")
+def test_the_first_of_two_signals_gives_the_exit_code():
+    script = """if True:
+        import os, signal, sys
+        from torchbeast.process import Signals
+
+        class AtTheEnd:
+            def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGTERM):
+                kill(pid, signum)
+
+        at_the_end = AtTheEnd()
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        sys.exit(signals.stop().exit_code)
+    """
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
+    assert result.returncode == 130
+
+
+def test_a_signal_long_after_the_first_is_what_it_was_before():
+    script = """if True:
+        import signal, time
+        from torchbeast.process import ignore_again
+
+        ignore_again(time.monotonic() - 2)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGTERM)
+    """
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
+    assert result.returncode == -signal.SIGTERM
 
 
 def no_processes(*args, **kwargs):

@@ -10,6 +10,7 @@ from tests.programs import ROOT, args, load, run
 
 # Programs, agents, and what they import from the top level.
 MODULES = {"monobeast", "polybeast", "polybeast_env"}
+MODULES |= {"warpbeast", "warp_envs", "ppo", "r2d2", "sac"}
 MODULES |= {"atari_wrappers", "vtrace", "libtorchbeast"}
 PACKAGE = sorted((ROOT / "torchbeast").glob("*.py"))
 
@@ -35,8 +36,10 @@ def test_programs_and_agents_are_imported_without_grpc_and_without_the_cpp_part(
     python("""import sys
 for name in "grpc", "grpc_health", "google.protobuf", "_libtorchbeast":
     sys.modules[name] = None  # Importing it is an ImportError.
-import monobeast, polybeast, polybeast_env
-polybeast.program_parser(), monobeast.program_parser(), polybeast_env.parser()""")
+import monobeast, polybeast, polybeast_env, warpbeast
+polybeast.program_parser(), polybeast_env.parser()
+for agent in "ppo", "r2d2", "sac":
+    monobeast.program_parser(agent), warpbeast.program_parser(agent)""")
 
 
 def test_the_top_level_of_the_distribution_is_no_more_than_what_users_edit():

@@ -76,6 +76,25 @@ def test_the_gradients_of_slices_add_up_to_the_batchs(
             torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-4)
 
 
+def test_a_batch_that_does_not_fit_is_learned_from_in_slices(monkeypatch):
+    def small(agent):
+        loss = agent.loss
+
+        def loss_of_few(batch, outputs):
+            if batch["done"].shape[1] > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss(batch, outputs)
+
+        agent.loss = loss_of_few
+
+    monkeypatch.setattr(gradients, "_largest", 2**62)
+    whole, sliced = learn("--use_lstm"), learn("--use_lstm", prepare=small)
+    assert gradients._largest == 2
+    for one, other in zip(whole, sliced):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("T", "B", "sizes"),
     [

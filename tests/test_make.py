@@ -19,10 +19,10 @@ from torchbeast.process import BadInput
 def test_action_of_another_shape_is_refused(action):
     env = Environment([envs.Counter(), envs.Counter()])
     env.initial()
-    with pytest.raises(ValueError, match="action has shape") as error:
+    with pytest.raises(ValueError) as error:
         env.step(np.array(action))
-    assert str(np.shape(action)) in str(error.value)
-    assert "(2,)" in str(error.value)
+    shape = list(np.shape(action))
+    assert str(error.value) == f"action is int64 {shape}, expected int64 [2]"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_old_discrete_space_with_a_start():
     old.action_space = Old.Discrete(3)
     old.action_space.start = 4
     env = Environment(old)
-    assert env.num_actions == (3,)
+    assert env.action_space.n == 3
     env.initial()
     assert env.step([2])["observation"][0, 2] == 6
 

@@ -135,7 +135,7 @@ def test_a_stream_is_the_environment_itself(env, tmp_path):
                 assert (y.dtype, y.shape) == (np.asarray(x).dtype, np.shape(x)), path
                 if env != NESTED or not path.startswith("observation"):
                     np.testing.assert_array_equal(x, y, err_msg=path)
-            action = rng.integers(0, 2, (3, *local.action_shape))
+            action = rng.integers(0, 2, (3, *local.action_space.shape))
             expected, step = local.step(action), client.step(action)
         client.close()
         program.wait_for("disconnected after 90 steps")
@@ -180,16 +180,16 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(counter):
     client = Client(counter, version=99)
     error = refusal(client, client.welcome)
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert "speaks version 99" in error.details() and "version 2" in error.details()
+    assert "speaks version 99" in error.details() and "version 3" in error.details()
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (pb.Request(), "the action has 0 arrays, expected 16 bytes: int64 [2]"),
+        (pb.Request(), "the action has 0 arrays, expected 1"),
         (
             pb.Request(action=pb.Arrays(data=[b"x" * 15])),
-            "has 15 bytes, expected 16",
+            "action has 15 bytes, expected 16: int64 [2]",
         ),
         (pb.Request(action=pb.Arrays(data=[b"", b""])), "has 2 arrays"),
         (

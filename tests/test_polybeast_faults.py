@@ -388,8 +388,8 @@ def wrong_answers():
         (FakeGrpcServer(rng.bytes(1000)), "a message that cannot be parsed"),
         (FakeGrpcServer(least + b"\xff"), "a message that cannot be parsed"),
         (FakeGrpcServer(), "the server ended the stream"),
-        (FakeGrpcServer(b""), "protocol's version differs: the learner has 2, the "),
-        (FakeGrpcServer(welcome(version=77)), "the learner has 2, the server 77"),
+        (FakeGrpcServer(b""), "protocol's version differs: the learner has 3, the "),
+        (FakeGrpcServer(welcome(version=77)), "the learner has 3, the server 77"),
         (
             FakeGrpcServer(welcome(observation_space="\x1b[31mtea")),
             "learner has Box([-4.8",
@@ -414,7 +414,7 @@ def wrong_answers():
         ),
         (
             FakeGrpcServer(changed(good, no_action)),
-            "action is a tuple of 0, expected an",
+            "not what the server asks for: nests differ",
         ),
         (FakeGrpcServer(changed(good, no_bool)), "has a bool that is neither 0 nor 1"),
         (

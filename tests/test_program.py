@@ -175,7 +175,9 @@ def test_terminal_shows_a_live_line(savedir, monkeypatch):
     os.close(ours)
     assert result.returncode == 0
     text = output.decode()
-    assert re.search(r"step [\d,]+ of 8,000 .* steps/s .* ETA .* return .* loss", text)
+    assert re.search(
+        r"step [\d,]+ of 8,000 .* steps/s .* ETA .* return .* total_loss", text
+    )
     assert "\x1b[?25h" in text  # The cursor is shown again.
 
 
@@ -263,7 +265,8 @@ def test_an_actor_ends_when_its_learner_is_gone_whatever_was_ordered(monkeypatch
     monkeypatch.setattr(actors, "end_group", ended.set)
     orders = actors.Orders(Connection())
     assert received.wait(60) and ended.wait(60)
-    assert list(orders) == []
+    with pytest.raises(actors.NoMoreOrders):
+        orders.take(1)
 
 
 @pytest.mark.survives("agent-raises")
@@ -426,7 +429,7 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--mode", "test"], ["no checkpoint at", "model.tar"]),
         (["--mode", "test", "--xpid", "absent"], ["absent/model.tar"]),
         (["--xpid", "a/b"], ["--xpid", "a/b"]),
-        (["--env", FAULTY + "Continuous-v0"], ["action space Box", "Discrete"]),
+        (["--env", FAULTY + "Bytes-v0"], ["action space Box", "Discrete"]),
         (["--env", FAULTY + "Text-v0"], ["observation space Text"]),
     ],
 )  # fmt: skip

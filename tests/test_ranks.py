@@ -155,6 +155,12 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir, r
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
+        ("adds", r"rank 1 has other statistics than rank 0: extra is \[\], on rank 0"),
+        pytest.param(
+            "renames",
+            r"rank 0: extra is \[\], on rank 0 missing; pg_loss is missing, on rank 0",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "differs",
             "rank 1 has other weights than rank 0",
@@ -273,3 +279,14 @@ def test_three_ranks_learn(savedir):
     result = run(*flags, ranks=3)
     assert result.returncode == 0, result.stderr
     assert sum(load(savedir)["returns"]) > 90
+
+
+@pytest.mark.slow
+def test_ppo_normalizes_alike_on_all_ranks(savedir):
+    flags = ["--agent", "ppo", "--num_minibatches", 2, "--env", "CartPole-v1"]
+    flags += ["--normalize_observations", "--normalize_rewards"]
+    result = run(*serial(savedir, *flags, steps=400), ranks=2)
+    assert result.returncode == 0, result.stderr  # The ranks' hashes were the same.
+    saved = load(savedir)
+    model = saved["agent"]["model"]
+    assert model["encoder.statistics.0.count"] == saved["step"]

@@ -7,11 +7,14 @@ import threading
 import pytest
 import torch
 
+import monobeast
 import polybeast
 from tests.programs import SERIAL, load, main, read_logs, refusal
 from tests.test_program import LOG, STATISTICS, serial_run, small_run
+from torchbeast import ranks
 from torchbeast import run as run_module
-from torchbeast.run import COLUMNS
+from torchbeast.process import Stop
+from torchbeast.run import COLUMNS, Run
 
 
 def test_same_command_resumes_where_it_was(trained):
@@ -136,7 +139,8 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(savedir, monkeypatch):
     update = run_module.Run.update
 
     def update_with_returns(self, num_steps, statistics, episodes, *rest, **more):
-        episodes = {**episodes, "episode_return": [next(returns) for _ in range(50)]}
+        total = sum(next(returns) for _ in range(50))
+        episodes = {**episodes, "episode_return": (total, 50)}
         update(self, num_steps, statistics, episodes, *rest, **more)
 
     monkeypatch.setattr(run_module.Run, "update", update_with_returns)
@@ -211,3 +215,26 @@ def test_an_optimizer_of_several_groups_resumes(savedir, monkeypatch):
         assert result.returncode == 0, result.stderr
     groups = load(savedir)["agent"]["optimizer"]["param_groups"]
     assert [group["alpha"] for group in groups] == [0.9, 0.99]
+
+
+def test_a_rank_that_is_lost_while_a_row_is_written_costs_no_row(tmp_path, monkeypatch):
+    def lose(x):
+        monkeypatch.undo()  # As all_gather() then gives this rank's alone.
+        raise Stop("another rank is gone")
+
+    args = ["--savedir", str(tmp_path), "--xpid", "x", "--log_interval_steps", "40"]
+    flags = monobeast.program_parser().parse_args(args)
+    flags.command = ["monobeast", *args]
+    run = Run(flags)
+    run.open()
+    run.start()
+    update = dict(num_steps=40, statistics={"loss": 1.0}, policy_lag=0)
+    update["episodes"] = {"episode_return": (0.0, 0)}
+    run.update(**update)
+    monkeypatch.setattr(ranks.current, "all_gather", lose)
+    with pytest.raises(Stop, match="another rank is gone"):
+        run.update(**update)
+    run.save(torch.nn.Linear(1, 1))
+    run.close()
+    assert [row["step"] for row in read_logs(tmp_path / "x")] == ["40", "80"]
+    assert load(tmp_path)["step"] == 80

@@ -16,6 +16,7 @@ from tests import certificates
 from tests.programs import ROOT, cmdline, load, marked, wait_for_steps
 
 SCRIPT = ROOT / "examples/slurm/train.sbatch"
+SWEEP = ROOT / "examples/slurm/sweep.sbatch"
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 CONF = """
 ClusterName=test
@@ -186,3 +187,41 @@ def test_a_run_on_slurm_is_requeued_cancelled_resumed_and_ends_with_its_hosts(sl
     assert re.search(f"step {total} of {total};", slurm.output(job))
     slurm.wait_until(lambda jobs: not jobs)
     assert "Traceback" not in slurm.output(job)
+
+
+@pytest.mark.slow
+def test_an_array_job_runs_each_combination_and_its_tasks_resume(slurm):
+    program = (sys.executable, "-m", "monobeast", "--env", "CartPole-v1",
+               "--num_actors", 0, "--log_interval_steps", 200)  # fmt: skip
+
+    def submit(array, steps):
+        flags = "--seed", "1,2", "--", *program, "--total_steps", steps
+        return slurm.submit("--array", array, "-c", 1, SWEEP, *flags,
+                            "--savedir", slurm.path)  # fmt: skip
+
+    job = submit("1-3", 10**8)
+    for seed in (1, 2):
+        wait_for_steps(slurm.path, 1000, name=f"seed={seed}")
+    # There is no third run.
+    slurm.wait_until(lambda jobs: set(jobs) == {f"{job}_1", f"{job}_2"})
+    assert slurm.output(f"{job}_3") == "sweep.sbatch: task 3 of 2 runs\n"
+
+    # The first one's time is up.
+    task = f"{job}_1"
+    slurm("scancel", "--batch", "--signal", "USR1", task)
+    slurm.start_again(task)
+    wait_for_steps(slurm.path, 1000, name="seed=1")
+    assert "resuming " in slurm.output(task)
+    assert "resuming " not in slurm.output(f"{job}_2")
+
+    # Somebody cancels them, and submits them again. Then they are complete.
+    slurm("scancel", job)
+    slurm.wait_until(lambda jobs: not jobs)
+    steps = [load(slurm.path, f"seed={seed}")["step"] for seed in (1, 2)]
+    total = min(steps) + 1000
+    job = submit("1-2", total)
+    slurm.wait_until(lambda jobs: not jobs)
+    for seed, step in zip((1, 2), steps):
+        assert load(slurm.path, f"seed={seed}")["step"] >= total
+        done = "nothing is left to do" if step >= total else f" of {total}; results"
+        assert done in slurm.output(f"{job}_{seed}")

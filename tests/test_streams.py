@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import re
 
 import pytest
 
@@ -26,6 +27,7 @@ class Pool:
             {
                 "stream": self.num_added,
                 "address": address,
+                "environment": "",
                 "state": "running",
                 "reconnects": 0,
                 "failures": 0,
@@ -92,7 +94,7 @@ def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("a:1\nb:1\nb:1\nc:1")
     pool = Pool("a:1", "b:1", "b:1", "c:1")
-    watched = streams.Streams(pool, flags(f"@{path}"))
+    watched = streams.Streams(pool, flags(f"@{path}"), "Env-v0")
     watched.check()
     assert lines == []
     path.write_text("b:1\nc:1\nc:1\nc:1\nd:1\nd:1")
@@ -113,7 +115,7 @@ def test_the_pool_has_each_address_as_often_as_the_file(tmp_path, lines):
 def test_a_file_that_is_not_there_changes_nothing_and_is_told_of_once(tmp_path, lines):
     path = tmp_path / "hosts"
     pool = Pool("a:1")
-    watched = streams.Streams(pool, flags(f"@{path}"))
+    watched = streams.Streams(pool, flags(f"@{path}"), "Env-v0")
     for n in (1, 2):
         for _ in range(5):
             watched.check()
@@ -129,7 +131,7 @@ def test_a_file_with_another_host_changes_nothing_without_tls(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("localhost:1\nhostA:1")
     pool = Pool("localhost:2")
-    watched = streams.Streams(pool, flags(f"@{path}", insecure=False))
+    watched = streams.Streams(pool, flags(f"@{path}", insecure=False), "Env-v0")
     for _ in range(5):
         watched.check()
     assert pool.addresses() == ["localhost:2"]
@@ -154,7 +156,7 @@ def test_a_file_of_too_many_addresses_changes_nothing(tmp_path, lines, monkeypat
     path.write_text(1000 * "a:1\n")
     monkeypatch.setattr(process.resource, "getrlimit", lambda _: (1024, 4096))
     pool = Pool("a:1")
-    streams.Streams(pool, flags(f"@{path}")).check()
+    streams.Streams(pool, flags(f"@{path}"), "Env-v0").check()
     assert pool.addresses() == ["a:1"]
     assert len(lines) == 1 and "open files, the limit is 4096" in lines[0]
 
@@ -163,7 +165,7 @@ def test_many_changes_of_a_file_are_a_few_lines(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("\n".join(f"a:{i}" for i in range(1, 101)))
     pool = Pool()
-    streams.Streams(pool, flags(f"@{path}")).check()
+    streams.Streams(pool, flags(f"@{path}"), "Env-v0").check()
     assert len(pool.addresses()) == 100
     assert len(lines) == 11 and lines[-1] == f"{path}: and so on: 100 addresses"
 
@@ -186,7 +188,7 @@ def test_a_stream_that_stays_away_is_told_of_ever_more_rarely(monkeypatch, lines
     now = 0.0
     monkeypatch.setattr(streams.time, "monotonic", lambda: now)
     pool = Pool("a", "b")
-    watched = streams.Streams(pool, flags())
+    watched = streams.Streams(pool, flags(), "Env-v0")
     told_at = []
     while now < 1000:
         if now >= 5 and now % 10 == 0:  # It tries every 10 s.
@@ -207,7 +209,7 @@ def test_a_stream_that_fails_over_and_over_does_not_flood_the_log(monkeypatch, l
     now = 0.0
     monkeypatch.setattr(streams.time, "monotonic", lambda: now)
     pool = Pool("a")
-    watched = streams.Streams(pool, flags())
+    watched = streams.Streams(pool, flags(), "Env-v0")
     while now < 100:
         fail(pool.streams[0], state="running")  # And is back at once.
         watched.check()
@@ -221,7 +223,7 @@ def test_a_stream_that_fails_over_and_over_does_not_flood_the_log(monkeypatch, l
 
 def test_a_new_stream_to_an_old_address_has_a_log_of_its_own(lines):
     pool = Pool("a")
-    watched = streams.Streams(pool, flags())
+    watched = streams.Streams(pool, flags(), "Env-v0")
     fail(pool.streams[0])
     watched.check()
     pool.remove("a")
@@ -250,7 +252,7 @@ def test_of_what_a_server_said_the_last_line_is_logged(error, expected):
 def test_a_run_ends_when_each_stream_has_failed_and_nothing_was_ever_delivered():
     pool = Pool("a:1", "b:2")
     pool.delivered = 0
-    watched = streams.Streams(pool, flags())
+    watched = streams.Streams(pool, flags(), "Env-v0")
     first, second = pool.streams
     first.update(failures=streams.MAX_FAILURES, last_error="Traceback\nit raised")
     watched.check()
@@ -309,10 +311,49 @@ def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):
     assert lines[1:] == 3 * ["no host has dialed in"]  # After 60, 120 and 240 s.
 
 
+def test_a_host_whose_streams_come_and_go_is_logged_once_a_minute(lines):
+    guests, pool = streams.Guests(), Pool()
+    start = guests.alone_since
+    for t in range(600):
+        pool.streams.clear()
+        if t // 7 % 2:
+            pool.add("10.0.0.1:5")
+            pool.streams[0]["dialed_in"] = True
+        elif t % 7 == 0:
+            error = f"KeyError: {t} at 0x7f{t:x}"  # The same but for its numbers.
+            pool.departed.append({"address": "10.0.0.1:5", "last_error": error})
+        guests.update(pool, start + t)
+    counts = [line for line in lines if "before" in line]
+    errors = [line for line in lines if "no stream" in line]
+    assert len(counts) < 3 + 600 / 60 and counts[0].endswith("1 streams, 0 before")
+    assert [re.search(r"\d+ so far", e)[0] for e in errors] == [
+        "1 so far",
+        "6 so far",
+        "15 so far",
+        "33 so far",
+    ]
+    pool.streams.clear()
+    for t in range(600, 1000):
+        guests.update(pool, start + t)
+    assert not guests.hosts
+
+
 def test_a_file_says_nothing_of_hosts_that_dial_in(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("localhost:1")
     pool = Pool("localhost:1", "10.0.0.1:5")
     pool.streams[1]["dialed_in"] = True
-    streams.Streams(pool, flags(f"@{path}")).check()
+    streams.Streams(pool, flags(f"@{path}"), "Env-v0").check()
     assert pool.addresses() == ["10.0.0.1:5", "localhost:1"] and lines == []
+
+
+def test_an_environment_of_another_name_is_warned_of_once(lines):
+    pool = Pool("a:1", "b:1", "c:1")
+    for stream, name in zip(pool.streams, ("Env-v0", "Other-v0", "")):
+        stream["environment"] = name
+    watched = streams.Streams(pool, flags(), "Env-v0")
+    for _ in range(3):
+        watched.check()
+    assert lines == [
+        "b:1 steps Other-v0, the learner was told of Env-v0: both are learned from"
+    ]

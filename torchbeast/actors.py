@@ -137,16 +137,21 @@ class Mistake(str):
     raise it again."""
 
 
+class NoMoreOrders(Exception):
+    """The learner has ended."""
+
+
 class Orders:
     """An actor's end of its pipe to the learner.
 
-    Iterating gives the indices of buffers to fill, until the learner wants no more, or
-    is gone. END_S later the process is ended, whatever it does.
+    take() gives the indices of buffers to fill, until the learner wants no more, or is
+    gone. END_S later the process is ended, whatever it does.
     """
 
     def __init__(self, connection):
         self._connection = connection
         self._queue = queue.SimpleQueue()
+        self._indices = []
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self):
@@ -164,11 +169,17 @@ class Orders:
         time.sleep(END_S)
         end_group()
 
-    def __iter__(self):
-        return iter(self._queue.get, None)
+    def take(self, n):
+        """Returns the indices of n buffers. Raises NoMoreOrders."""
+        while len(self._indices) < n:
+            if (indices := self._queue.get()) is None:
+                raise NoMoreOrders
+            self._indices += indices
+        taken, self._indices = self._indices[:n], self._indices[n:]
+        return taken
 
     def send(self, message):
-        """Sends (indices, version of the weights, metrics of episodes), or why this
+        """Sends ([(index, version of the weights)], metrics of episodes), or why this
         process ends: a text, or a Mistake."""
         with contextlib.suppress(OSError):  # The learner is gone, which ends this.
             self._connection.send(message)
@@ -188,15 +199,17 @@ class ActorProcesses:
     run()           one thread; returns after stop(). Raises Stop when an actor has died
                     too often without a rollout in between.
     stop()          any thread, any number of times; then join(), which takes seconds.
+    num_envs        of each actor, which counts the agents of an environment.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
 
-    def __init__(self, act, flags, seed, buffers, weights, full_queue):
+    def __init__(self, act, flags, num_envs, seed, buffers, weights, full_queue):
         self.act = act
         self.flags = flags
+        self.num_envs = num_envs
         self.seed = seed
         self.buffers = buffers
         self.weights = weights
@@ -244,12 +257,13 @@ class ActorProcesses:
     def _hand_out(self):
         """Gives free buffers to actors, first to those that have none. Called with the
         lock."""
-        E = self.flags.envs_per_actor
-        for ahead in range(self.AHEAD):
+        E = self.num_envs
+        n = 1 if self.flags.one_episode_rollouts else E  # That begin together.
+        for ahead in range(0, self.AHEAD * E, n):
             for actor in self._actors:
-                if len(actor.held) == ahead and len(self._free_queue) >= E:
-                    indices = [self._free_queue.popleft() for _ in range(E)]
-                    actor.held.append(indices)
+                if len(actor.held) == ahead and len(self._free_queue) >= n:
+                    indices = [self._free_queue.popleft() for _ in range(n)]
+                    actor.held.update(indices)
                     try:
                         actor.connection.send(indices)
                     except OSError:
@@ -277,14 +291,14 @@ class ActorProcesses:
         except (EOFError, OSError):
             message = None
         if isinstance(message, tuple):
-            indices, version, metrics = message
+            items, metrics = message
             self._failures[actor.index] = 0
             with self._lock:
-                actor.held.popleft()
+                actor.held.difference_update(index for index, _ in items)
                 self._metrics += metrics
                 self._hand_out()
-            for index in indices:
-                self.full_queue.put((index, version))
+            for item in items:
+                self.full_queue.put(item)
         elif isinstance(message, Mistake):
             raise Stop(f"actor {actor.index} cannot go on:\n{message.rstrip()}")
         elif not self._stopping:
@@ -297,8 +311,7 @@ class ActorProcesses:
         with self._lock:  # Under which others send.
             actor.connection.close()
             self._actors.remove(actor)
-            for indices in actor.held:
-                self._free_queue.extend(indices)
+            self._free_queue.extend(actor.held)
         code = actor.process.exitcode
         if error:
             reason = self._tracebacks.shorten(f"\n{error}")
@@ -350,4 +363,4 @@ class _ActorProcess:
         self.index = index
         self.process = process
         self.connection = connection
-        self.held = deque()  # Lists of indices, in the order it fills them.
+        self.held = set()  # Indices of buffers that it fills, or will.

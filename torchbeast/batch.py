@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from torchbeast.calls import Call
 from torchbeast.process import BadInput
 from torchbeast.seeds import derive_seed
-from torchbeast.spaces import BadStep, Observations, as_declared
+from torchbeast.spaces import Actions, BadStep, Observations, as_declared
 
 # What a stream of PolyBeast carries.
 MAX_ENVS = 4096
@@ -29,10 +29,11 @@ STEP = ("observation", "reward", "terminated", "truncated", "info")
 class Batch:
     """Steps E single Gymnasium environments, one after the other.
 
-    reset(seed) returns observations. step(actions) returns (observations, rewards
-    float64 [E], terminated [E], truncated [E], episode_end [E], metrics), where metrics
-    is a list of E infos' "episode_metrics", or None where there are none. After its
-    last observation an environment is reset instead of stepped.
+    reset(seed) returns observations. step(action), an action as Actions gives it,
+    returns (observations, rewards float64 [E], terminated [E], truncated [E],
+    episode_end [E], metrics), where metrics is a list of E infos' "episode_metrics", or
+    None where there are none. After its last observation an environment is reset
+    instead of stepped.
     """
 
     def __init__(self, envs):
@@ -42,15 +43,15 @@ class Batch:
         self.frames_per_step = getattr(envs[0], "frames_per_step", 1)
         first, *others = envs
         self.name = name_of(first)
-        self.action_space = space_of(first, "action_space")
         space = space_of(first, "observation_space")
+        action_space = space_of(first, "action_space")
         self.observations = Observations(space, self.num_envs)
+        self.actions = Actions(action_space, self.num_envs)
         for env in others:
-            if (env.observation_space, env.action_space) != (space, self.action_space):
+            if (env.observation_space, env.action_space) != (space, action_space):
                 raise BadInput(
-                    f"environments with different spaces: {space} and "
-                    f"{self.action_space}, {env.observation_space} and "
-                    f"{env.action_space}"
+                    f"environments with different spaces: {space} and {action_space}, "
+                    f"{env.observation_space} and {env.action_space}"
                 )
         self._reset_call = Call(f"reset() of {self.name}")
         self._step_call = Call(f"step() of {self.name}")
@@ -67,8 +68,9 @@ class Batch:
             result = env.reset(seed=seed)
         return _unpack("reset", result, RESET)[0]
 
-    def step(self, actions):
+    def step(self, action):
         E = self.num_envs
+        actions = self.actions.split(action)
         rewards, metrics = [0.0] * E, [None] * E
         terminated, truncated, end = [False] * E, [False] * E, [False] * E
 
@@ -125,9 +127,10 @@ class Vector:
         self.metadata = env.metadata
         self.frames_per_step = getattr(env, "frames_per_step", 1)
         self.name = name_of(env)
-        self.action_space = space_of(env, "single_action_space")
         space = space_of(env, "single_observation_space")
         self.observations = Observations(space, self.num_envs)
+        action_space = space_of(env, "single_action_space")
+        self.actions = Actions(action_space, self.num_envs)
         self._step_call = Call(f"step() of {self.name}")
 
     def reset(self, seed):
@@ -135,9 +138,9 @@ class Vector:
             result = self.env.reset(seed=seed)
         return self.observations.of_vector(_unpack("reset", result, RESET)[0])
 
-    def step(self, actions):
+    def step(self, action):
         with self._step_call:
-            result = self.env.step(actions)
+            result = self.env.step(action)
         observations, rewards, terminated, truncated, info = _unpack(
             "step", result, STEP
         )

@@ -83,7 +83,7 @@ def create(create_env, flags, num_envs, *args):
     environments."""
     with Call(f"create_env() of --env {flags.env}"):
         env = create_env(flags, num_envs, *args)
-    if env.num_envs != num_envs:
+    if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
             f"create_env() made {env.num_envs} environments, expected num_envs = "
             f"{num_envs}"

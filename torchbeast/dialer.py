@@ -18,13 +18,12 @@ from torchbeast import server, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import NOT_A_LEARNER, read
 from torchbeast.batch import MAX_MESSAGE_BYTES
-from torchbeast.process import BadInput, Repeated, first_line, log
+from torchbeast.process import REMIND_S, BadInput, Repeated, first_line, log
 from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
 from torchbeast.server import MAX_ERROR_CHARACTERS, Refused, converse
 
 MAX_WAIT_S = 10  # Between attempts.
 PATIENCE_S = 60  # After which other learners of the list are dialed, too.
-REMIND_S = 60  # A learner that stays away is logged again after this, then twice this.
 
 
 class Dialer:

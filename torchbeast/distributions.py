@@ -9,7 +9,8 @@ any leading dimensions, such as [T, B]. A sample x is a nest of tensors like the
 int64 [..., *shape] for Discrete, MultiDiscrete and MultiBinary, counted from 0; float32
 [..., *shape] for Box; a tuple or dict of samples for Tuple and Dict.
 
-Learning needs x. The environment takes to_action(x), clipped to its Box.
+Learning needs x. The environment takes to_action(x), clipped to its Box. A network may
+read features(action) [..., num_features] of the last action.
 """
 
 import math
@@ -18,12 +19,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium import spaces
+from torch import nn
 
 from torchbeast.process import BadInput
-from torchbeast.spaces import children
+from torchbeast.spaces import children, unsupported_actions
 
 IMPOSSIBLE = -1e9  # The logit of a choice that a number does not have.
 QUADRATURE_NODES = 32
+NO_BOUND = 1e6  # Environments write all kinds of large numbers for infinity.
 
 
 def make(space, squashed=False):
@@ -44,20 +47,47 @@ def make(space, squashed=False):
         return Categorical([2] * math.prod(space.shape), space.shape)
     if isinstance(space, spaces.Box) and space.dtype.kind == "f":
         if not squashed:
-            return Gaussian(space.shape)
+            return Gaussian(space.shape, space.low, space.high)
         if np.isfinite(space.high - space.low).all() and (space.low < space.high).all():
             return SquashedGaussian(space.low, space.high)
-        raise BadInput(f"action space {space} is not bounded, expected finite bounds")
-    raise BadInput(
-        f"action space {space} is not supported: use Discrete, MultiDiscrete, "
-        "MultiBinary, a Box of floating point numbers, or a Tuple or Dict of them"
-    )
+        raise BadInput(
+            f"action space {space}: expected finite bounds, the lower ones below the "
+            "upper ones"
+        )
+    raise unsupported_actions(space)
+
+
+class PolicyHead(nn.Linear):
+    """A linear layer from features to the parameters of a distribution.
+
+    The deviations of Gaussians are 1 at first. They are learned numbers that no feature
+    changes, unless state_dependent_std is true.
+    """
+
+    def __init__(self, in_features, distribution, state_dependent_std=False):
+        super().__init__(in_features, distribution.num_params)
+        free = None  # [P, 1] bool, which parameters no feature changes.
+        if distribution.log_stds.any() and not state_dependent_std:
+            free = distribution.log_stds[:, None]
+        self.register_buffer("free", free, persistent=False)
+
+    def forward(self, x):
+        weight = self.weight
+        if self.free is not None:
+            weight = weight.masked_fill(self.free, 0)
+        return F.linear(x, weight, self.bias)
 
 
 class Distribution:
-    """num_params: P, how many numbers a network has to return for it."""
+    """num_params:   P, how many numbers a network has to return for it
+    num_features: how many a network may read of an action
+    log_stds:     [P] bool, which parameters are logarithms of standard deviations
+    """
 
     num_params: int
+    num_features: int
+    log_stds: torch.Tensor
+    log_units: float = 0.0
 
     def sample(self, params):
         """Draws x for each of params [..., P]. No gradient flows to params."""
@@ -83,6 +113,11 @@ class Distribution:
         """Returns the action that x stands for."""
         return x
 
+    def features(self, action):
+        """Returns the action as float32 [..., num_features]: choices one-hot, numbers
+        of a bounded Box from -1 to 1."""
+        raise NotImplementedError
+
     def _check(self, params):
         if params.shape[-1] != self.num_params:
             raise ValueError(
@@ -92,6 +127,11 @@ class Distribution:
 
     def _shaped(self, x):
         return x.reshape(*x.shape[:-1], *self.shape)
+
+
+def flat(x, shape):
+    """Returns x [..., *shape] as [..., D]."""
+    return x.reshape(*x.shape[: x.ndim - len(shape)], -1)
 
 
 class Categorical(Distribution):
@@ -105,19 +145,22 @@ class Categorical(Distribution):
     def __init__(self, num_choices, shape=()):
         self.num_choices = list(num_choices)
         self.shape = tuple(shape)
-        self.num_params = sum(self.num_choices)
+        self.num_params = self.num_features = sum(self.num_choices)
+        self.log_stds = torch.zeros(self.num_params, dtype=torch.bool)
 
     def sample(self, params):
-        probs = F.softmax(self._logits(params.detach()), dim=-1)
-        # As torch.multinomial does it, which would also wait for a GPU.
-        return self._shaped((probs / torch.empty_like(probs).exponential_()).argmax(-1))
+        logits = self._logits(params.detach())
+        # The largest logit plus a number of Gumbel's distribution. (torch.multinomial
+        # would wait for a GPU.)
+        gumbel = torch.rand_like(logits).log_().neg_().log_().neg_()
+        return self._shaped((logits + gumbel).argmax(-1))
 
     def mode(self, params):
         return self._shaped(self._logits(params).argmax(-1))
 
     def log_prob(self, params, x):
         log_probs = self._log_probs(params)  # [..., D, A]
-        x = x.reshape(*log_probs.shape[:-1], 1)
+        x = flat(x, self.shape)[..., None]
         return log_probs.gather(-1, x.long()).flatten(-2).sum(-1)
 
     def entropy(self, params):
@@ -127,6 +170,10 @@ class Categorical(Distribution):
     def kl(self, params, other_params):
         p, q = self._log_probs(params), self._log_probs(other_params)
         return (p.exp() * (p - q)).flatten(-2).sum(-1)
+
+    def features(self, action):
+        pairs = zip(flat(action, self.shape).unbind(-1), self.num_choices)
+        return torch.cat([F.one_hot(x, n) for x, n in pairs], -1).float()
 
     def _log_probs(self, params):
         return F.log_softmax(self._logits(params), dim=-1)
@@ -146,14 +193,30 @@ class Categorical(Distribution):
 
 class Gaussian(Distribution):
     """Independent normal distributions. The parameters are the D means, then the D
-    logarithms of the standard deviations.
+    logarithms of the standard deviations. Of a number with finite bounds these are in
+    units of half their distance, from their middle: 0 and 1 fit any bounds.
 
-    shape: of a sample, with D numbers
+    shape:     of a sample, with D numbers
+    low, high: arrays of this shape, may be infinite
     """
 
-    def __init__(self, shape):
+    no_bound = NO_BOUND
+
+    def __init__(self, shape, low=-np.inf, high=np.inf):
         self.shape = tuple(shape)
-        self.num_params = 2 * math.prod(self.shape)
+        self.num_features = math.prod(self.shape)
+        self.num_params = 2 * self.num_features
+        self.log_stds = torch.arange(self.num_params) >= self.num_features
+        low, high = (np.broadcast_to(x, shape).astype(float) for x in (low, high))
+        with np.errstate(invalid="ignore"):
+            middle, scale = (low + high) / 2, (high - low) / 2
+        bounded = (scale > 0) & (scale < self.no_bound)
+        middle, scale = np.where(bounded, middle, 0), np.where(bounded, scale, 1)
+        self._units = torch.as_tensor(np.stack([middle, scale]), dtype=torch.float32)
+        self._units = self._units.reshape(2, -1)
+        # Adding it gives log_prob() of the number in units of its bounds.
+        self.log_units = float(np.log(scale).sum())
+        self._has_units = bool((middle != 0).any() or (scale != 1).any())
 
     def sample(self, params):
         return self.rsample(params.detach())
@@ -168,7 +231,7 @@ class Gaussian(Distribution):
 
     def log_prob(self, params, x):
         mean, log_std = self._split(params)
-        z = (x.reshape(mean.shape) - mean) / log_std.exp()
+        z = (flat(x, self.shape) - mean) / log_std.exp()
         return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self, params):
@@ -182,9 +245,25 @@ class Gaussian(Distribution):
         log_ratio = log_std - other_log_std
         return (0.5 * ((2 * log_ratio).exp() + z.square() - 1) - log_ratio).sum(-1)
 
+    def features(self, action):
+        middle, scale = self.units(action)
+        return (flat(action, self.shape) - middle) / scale
+
+    def units(self, x):
+        """Returns the middle [D] and half the distance [D] of the bounds, 0 and 1 where
+        there are none, on the device of x."""
+        if self._units.device != x.device:
+            with torch.inference_mode(False):  # Gradients may flow by them later.
+                self._units = self._units.to(x.device)
+        return self._units.unbind()
+
     def _split(self, params):
         self._check(params)
-        return params.chunk(2, -1)
+        mean, log_std = params.chunk(2, -1)
+        if self._has_units:
+            middle, scale = self.units(params)
+            mean, log_std = middle + scale * mean, log_std + scale.log()
+        return mean, log_std
 
 
 class SquashedGaussian(Gaussian):
@@ -195,17 +274,20 @@ class SquashedGaussian(Gaussian):
     entropy() are those of a.
     """
 
+    no_bound = np.inf
+
     def __init__(self, low, high):
-        super().__init__(low.shape)
-        self._middle = torch.as_tensor((high + low) / 2, dtype=torch.float32)
-        self._scale = torch.as_tensor((high - low) / 2, dtype=torch.float32)
+        super().__init__(low.shape, low, high)
+        self._has_units = False  # Of x.
 
     def to_action(self, x):
-        return self._middle.to(x) + self._scale.to(x) * torch.tanh(x)
+        middle, scale = self.units(x)
+        return self._shaped(middle + scale * torch.tanh(flat(x, self.shape)))
 
     def log_prob(self, params, x):
-        x = x.reshape(*params.shape[:-1], -1)
-        return super().log_prob(params, x) - self._log_slope(x).sum(-1)
+        return super().log_prob(params, x) - self._log_slope(flat(x, self.shape)).sum(
+            -1
+        )
 
     def entropy(self, params):
         """The Gaussian's entropy plus the mean of log |da/dx|, by Gauss-Hermite
@@ -221,7 +303,7 @@ class SquashedGaussian(Gaussian):
     def _log_slope(self, x):
         """log |da/dx| [..., D] of x [..., D]: 1 - tanh(x)^2 = 4 / (e^x + e^-x)^2."""
         log_slope = 2 * (math.log(2) - x - F.softplus(-2 * x))
-        return log_slope + self._scale.to(x).reshape(-1).log()
+        return log_slope + self.units(x)[1].log()
 
 
 class Product(Distribution):
@@ -234,9 +316,15 @@ class Product(Distribution):
         self.parts = parts
         self.is_dict = is_dict
         self.num_params = sum(part.num_params for part in parts.values())
+        self.num_features = sum(part.num_features for part in parts.values())
+        self.log_stds = torch.cat([part.log_stds for part in parts.values()])
+        self.log_units = sum(part.log_units for part in parts.values())
 
     def sample(self, params):
         return self._nest(p.sample(x) for p, x in self._split(params))
+
+    def rsample(self, params):
+        return self._nest(p.rsample(x) for p, x in self._split(params))
 
     def mode(self, params):
         return self._nest(p.mode(x) for p, x in self._split(params))
@@ -254,6 +342,10 @@ class Product(Distribution):
 
     def to_action(self, x):
         return self._nest(p.to_action(x[key]) for key, p in self.parts.items())
+
+    def features(self, action):
+        parts = self.parts.items()
+        return torch.cat([p.features(action[key]) for key, p in parts], -1)
 
     def _split(self, params):
         self._check(params)

@@ -4,6 +4,7 @@ To encode a kind of observation differently, edit _make_encoder().
 """
 
 import contextlib
+import functools
 import math
 
 import numpy as np
@@ -12,31 +13,55 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
+from torchbeast.flags import number
+from torchbeast.spaces import children
 
-def make_encoder(space, deep=False, bfloat16=False):
+
+def add_flags(group, net):
+    """Adds the flags of make_encoder(). net: the default."""
+    # fmt: off
+    group.add_argument("--net", default=net, choices=NETS,
+                       help="network for images (default: %(default)s)")
+    group.add_argument("--hidden_sizes", nargs="+", type=number(int, 1, 2**16),
+                       metavar="N", help="layers for observations that are numbers "
+                       "(default: the agent's)")
+    # fmt: on
+
+
+def make_encoder(
+    space, net="shallow", bfloat16=False, numbers="mlp", hidden_sizes=None
+):
     """A module that turns observations of the space [N, ...] into [N, out_features],
     float32.
 
-    deep:     images go through the deep network of the IMPALA paper, not the shallow
+    net:      what images go through, one of NETS
     bfloat16: images are computed on in this precision; numbers are not, as 1,001 and
               1,003 would be the same number
+    numbers:  what numbers go through, one of NUMBERS
+    hidden_sizes: of its layers, if not their own
     """
-    encoder = _make_encoder(space, deep, bfloat16, "observation")
+    sizes = {} if hidden_sizes is None else {"hidden_sizes": hidden_sizes}
+    of_numbers = functools.partial(NUMBERS[numbers], **sizes)
+    encoder = _make_encoder(space, "observation", net, bfloat16, of_numbers)
     initialize(encoder)
     return encoder
 
 
-def _make_encoder(space, deep, bfloat16, name):
-    if isinstance(space, spaces.Dict):
-        return NestEncoder(space.spaces, deep, bfloat16, name)
-    if isinstance(space, spaces.Tuple):
-        return NestEncoder(dict(enumerate(space.spaces)), deep, bfloat16, name)
+def _make_encoder(space, name, net, bfloat16, of_numbers):
+    entries = children(space)
+    if entries:
+        return NestEncoder(
+            {
+                key: _make_encoder(part, f"{name}/{key}", net, bfloat16, of_numbers)
+                for key, part in entries
+            }
+        )
     if is_image(space):
-        encoder = ImageEncoder(space, deep_layers if deep else shallow_layers, bfloat16)
+        encoder = ImageEncoder(space, net, bfloat16)
         what = f"image, {' x '.join(map(str, space.shape))}"
     elif isinstance(space, (spaces.Box, spaces.MultiBinary)):
         scale = 255 if space.dtype == np.uint8 else 1
-        encoder = VectorEncoder(math.prod(space.shape), scale)
+        encoder = of_numbers(math.prod(space.shape), scale)
         what = f"numbers, {math.prod(space.shape)}"
     elif isinstance(space, spaces.Discrete):
         encoder = OneHotEncoder([int(space.n)], space.start)
@@ -61,6 +86,9 @@ def summary(net, texts=()):
     return f"network: {', '.join(parts)}"
 
 
+# Of observations that a CPU works on at a time, 96 of Atari's: what is computed from
+# them stays in its cache.
+SLICE_BYTES = 96 * 4 * 84 * 84
 MIN_IMAGE_SIDE = 10  # Smaller ones are vectors: convolutions have nothing to halve.
 
 
@@ -120,6 +148,15 @@ def initialize(module, gain=2**0.5):
                 nn.init.zeros_(layer.bias)
 
 
+def mlp(*sizes, activation=nn.ReLU):
+    """Linear layers from each of these sizes to the next, with activations between
+    them."""
+    layers = []
+    for in_features, out_features in zip(sizes, sizes[1:]):
+        layers += [nn.Linear(in_features, out_features), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
 class CenteredConv2d(nn.Conv2d):
     """A convolution by the weights less each filter's mean over height and width, so
     that a flat background of any brightness and colour becomes the bias alone.
@@ -162,6 +199,21 @@ def deep_layers(channels, side):
     return nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
 
 
+def nature_layers(channels, side):
+    """The convolutions of DQN (Mnih et al., "Human-level control through deep
+    reinforcement learning", Nature 2015)."""
+    half = 1 if side >= 36 else 2
+    return nn.Sequential(
+        CenteredConv2d(channels, 32, 8 // half, stride=4 // half),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 4 // half, stride=2 // half),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3 if half == 1 else 2),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
+
+
 class ResidualBlock(nn.Module):
     """Maps [N, channels, H, W] to the same shape."""
 
@@ -178,12 +230,20 @@ class ResidualBlock(nn.Module):
         return x + self.layers(x)
 
 
-class ImageEncoder(nn.Module):
-    """Encodes images of a Box [N, ...], as image_shape() knows them, by the IMPALA
-    paper's layers."""
+# The convolutions, and the size of the layer after them.
+NETS = {
+    "deep": (deep_layers, 256),
+    "shallow": (shallow_layers, 256),
+    "nature": (nature_layers, 512),
+}
 
-    def __init__(self, space, layers=shallow_layers, bfloat16=False):
+
+class ImageEncoder(nn.Module):
+    """Encodes images of a Box [N, ...], as image_shape() knows them."""
+
+    def __init__(self, space, net="shallow", bfloat16=False):
         super().__init__()
+        layers, self.out_features = NETS[net]
         self.bfloat16 = bfloat16
         self.order, (height, width, channels) = image_shape(space)
         # Four from the darkest to the brightest. With one, a ball of a few pixels was
@@ -197,7 +257,6 @@ class ImageEncoder(nn.Module):
         with torch.no_grad():
             x = self._scaled_image(torch.zeros(1, *space.shape))
             features = self.layers(x).shape[1] + channels
-        self.out_features = 256
         self.fc = nn.Linear(features, self.out_features)
 
     def _scaled_image(self, x):
@@ -216,6 +275,12 @@ class ImageEncoder(nn.Module):
         return x.mul_(self.scale)
 
     def forward(self, x):
+        if x.is_cuda:
+            return self._encode(x)
+        size = max(1, SLICE_BYTES * len(x) // max(1, x.nbytes))
+        return torch.cat([self._encode(part) for part in x.split(size)])
+
+    def _encode(self, x):
         x = self._scaled_image(x)
         brightness = x.mean((2, 3))  # [N, C]; layers that are centered cannot see it.
         with autocast(self.bfloat16, x.device):
@@ -231,16 +296,41 @@ class VectorEncoder(nn.Module):
     value of CartPole was still 30 off after 2,000 updates, and the policy stood still.)
     """
 
-    def __init__(self, in_features, scale=1):
+    def __init__(self, in_features, scale=1, hidden_sizes=(256, 256)):
         super().__init__()
         self.scale = scale
-        self.out_features = 256
-        self.layers = nn.Sequential(
-            nn.Linear(in_features, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()
-        )
+        self.out_features = hidden_sizes[-1]
+        self.layers = mlp(in_features, *hidden_sizes).append(nn.ReLU())
 
     def forward(self, x):
         return 10 * self.layers(x.reshape(len(x), -1).float() / self.scale)
+
+
+class TanhEncoder(VectorEncoder):
+    """The same of two layers of 64 with tanh. Its outputs are of order 1."""
+
+    def __init__(self, in_features, scale=1, hidden_sizes=(64, 64)):
+        super().__init__(in_features, scale, hidden_sizes)
+        self.layers = mlp(in_features, *hidden_sizes, activation=nn.Tanh)
+        self.layers.append(nn.Tanh())
+
+    def forward(self, x):
+        return self.layers(x.reshape(len(x), -1).float() / self.scale)
+
+
+class FlatEncoder(nn.Module):
+    """The numbers themselves, [N, out_features], divided by scale: for networks with
+    layers of their own."""
+
+    def __init__(self, in_features, scale=1):
+        super().__init__()
+        self.out_features, self.scale = in_features, scale
+
+    def forward(self, x):
+        return x.reshape(len(x), -1).float() / self.scale
+
+
+NUMBERS = {"mlp": VectorEncoder, "tanh": TanhEncoder, "flat": FlatEncoder}
 
 
 class OneHotEncoder(nn.Module):
@@ -263,19 +353,44 @@ class OneHotEncoder(nn.Module):
 
 class NestEncoder(nn.Module):
     """Encodes each entry of a dict or tuple of observations, and concatenates the
-    results."""
+    results.
 
-    def __init__(self, parts, deep, bfloat16, name):
+    encoders: {key: encoder}
+    """
+
+    def __init__(self, encoders):
         super().__init__()
-        self.keys = list(parts)
-        self.encoders = nn.ModuleList(
-            [
-                _make_encoder(space, deep, bfloat16, f"{name}/{key}")
-                for key, space in parts.items()
-            ]
-        )
+        self.keys = list(encoders)
+        self.encoders = nn.ModuleList(encoders.values())
         self.out_features = sum(e.out_features for e in self.encoders)
 
     def forward(self, x):
         parts = [encode(x[key]) for key, encode in zip(self.keys, self.encoders)]
         return torch.cat(parts, dim=1)
+
+
+class LSTM(nn.LSTMCell):
+    """An LSTM that is reset where an episode begins."""
+
+    def __init__(self, in_features, out_features=256):
+        super().__init__(in_features, out_features)
+        # Remember from the start: the forget gate's bias (the second quarter).
+        nn.init.ones_(self.bias_ih[out_features : 2 * out_features])
+
+    def initial_state(self, batch_size):
+        """Returns the state before a first step: two tensors [1, B, out_features]."""
+        shape = (1, batch_size, self.hidden_size)
+        return torch.zeros(shape), torch.zeros(shape)
+
+    def unroll(self, x, done, state):
+        """Returns (outputs [T, B, out_features], the state) for features x [T, B, F].
+
+        done: [T, B] bool. (On a CPU, a cell step by step is five times faster than
+        nn.LSTM, which the resets would cut up.)
+        """
+        outputs = []
+        state = tuple(s[0] for s in state)  # [B, out_features]
+        for x_t, keep_t in zip(x, (~done).unsqueeze(-1).to(x.dtype)):
+            state = self(x_t, tuple(keep_t * s for s in state))
+            outputs.append(state[0])
+        return torch.stack(outputs), tuple(s[None] for s in state)

@@ -9,7 +9,7 @@ dict of arrays whose first dimension is E:
     done              [E]    bool, the observation is the first of an episode
     terminated        [E]    bool, it is the last, and nothing is bootstrapped from it
     truncated         [E]    bool, it is the last, cut off by a limit: bootstrapped
-    last_action       [E, ...] int64, the action that led here (0 at `done`)
+    last_action              the action that led here (0 at `done`): spaces.Actions
     episode_end       [E]    bool, the episode that is *reported* ended here
     episode_step      [E]    int32, of the reported episode, so far
     episode_return    [E]    float32, the same, unclipped
@@ -24,6 +24,8 @@ a lost life ends a training episode, the end of the game the reported one).
 No torch in here: environment servers import this file.
 """
 
+import argparse
+import ast
 import contextlib
 import difflib
 import importlib
@@ -41,7 +43,7 @@ from torchbeast.batch import Batch, Vector
 from torchbeast.calls import Call, create
 from torchbeast.old_gym import as_gymnasium
 from torchbeast.process import BadInput, first_line, log
-from torchbeast.spaces import BadStep, check_finite, choices
+from torchbeast.spaces import BadStep, check_finite
 
 LOG_EVERY_S = 10  # While environments are made.
 MAX_METRICS = 100  # Of an episode.
@@ -74,7 +76,18 @@ def leaves(nest, path=""):
     return [leaf for k, v in items for leaf in leaves(v, f"{prefix}{k}")]
 
 
-def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
+def argument(text):
+    """An argparse type: NAME=VALUE, an argument of a constructor. A value is Python's
+    number, True, None, list, ..., or else a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=VALUE")
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(value)
+    return name, value
+
+
+def make(env_id: str, num_envs: int = 1, render_mode: str | None = None, **kwargs):
     """Makes what Environment takes: a list of num_envs Gymnasium environments, or the
     vector environment that env_id has of its own.
 
@@ -82,7 +95,8 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
     it needs a package that is not there.
     """
     # Not every environment has the argument.
-    kwargs = {"render_mode": render_mode} if render_mode else {}
+    if render_mode:
+        kwargs["render_mode"] = render_mode
     module, _, name = env_id.rpartition(":")
     try:
         if module and not re.fullmatch(r"\w+(\.\w+)*", module):
@@ -97,7 +111,8 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None):
     except TypeError as e:
         if not kwargs:
             raise
-        raise BadInput(f"environment {env_id!r} cannot be shown: {e}") from e
+        what = "shown" if "render_mode" in str(e) else "made"
+        raise BadInput(f"environment {env_id!r} cannot be {what}: {e}") from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
             raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
@@ -131,14 +146,16 @@ class Environment:
         objects of the old Gym API. BadInput if it is none of these.
 
     num_envs:           E
+    num_agents:         of each environment; E counts each of them
     observation_space:  of one environment, Gymnasium's, without entries of text
     texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
-    num_actions:        A of each of the D numbers that make an action: a tuple
-    action_shape:       () for Discrete, that of the space for others, of D numbers
+    actions:            spaces.Actions: the dtypes and shapes of an action
     frames_per_step:    the frames of the game that one step advances
     fps:                steps per second at the game's own speed, for videos
     """
+
+    num_agents = 1
 
     def __init__(self, env):
         if isinstance(env, VectorEnv):
@@ -152,11 +169,11 @@ class Environment:
         self.num_envs = self.env.num_envs
         self.observation_space = self.env.observations.space
         self.texts = self.env.observations.texts
-        self.action_space = self.env.action_space
+        self.actions = self.env.actions
+        self.action_space = self.actions.space
         self.frames_per_step = self.env.frames_per_step
         metadata = self.env.metadata or {}
         self.fps = (metadata.get("render_fps") or 30) / self.frames_per_step
-        self.num_actions, self.action_shape, self._start = choices(self.action_space)
         self._last = None  # [E] bool, terminated | truncated at the last step.
         self._metrics = []
         self._warned = False
@@ -175,33 +192,26 @@ class Environment:
         self._episode_return = np.zeros(E)
         self._training_return = np.zeros(E)
         zeros = np.zeros(E, bool)
-        action = np.zeros((E, *self.action_shape), np.int64)
+        action = self.actions.zeros()
         return self._step(observation, np.zeros(E), ~zeros, zeros, zeros, zeros, action)
 
-    def step(self, action: np.ndarray) -> dict:
+    def step(self, action) -> dict:
         """Steps all environments.
 
-        action: [E, ...] integers. An action is ignored where the last step was a last
-        one.
+        action: a nest of arrays [E, ...], as spaces.Actions describes it. Ignored where
+        the last step was a last one. Numbers outside of a Box are clipped to it.
         """
         if self._last is None:
             raise RuntimeError("Environment.step before Environment.initial")
-        action = np.asarray(action, np.int64)
-        if action.shape != (self.num_envs, *self.action_shape):
-            raise ValueError(
-                f"action has shape {action.shape}, "
-                f"expected {(self.num_envs, *self.action_shape)}"
-            )
+        given, action = self.actions.to_environment(action)
         done = self._last
-        observation, reward, terminated, truncated, end, metrics = self.env.step(
-            (action + self._start).astype(self.action_space.dtype, copy=False)
-        )
+        observation, reward, terminated, truncated, end, metrics = self.env.step(given)
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0
         self._episode_step[~self._episode_end] += 1
-        action = action.copy()
-        action[done] = 0
+        # (Also a copy, as the caller may write into its own.)
+        action = map_structure(lambda x: _zero_where(done, x), action)
         for m in metrics:
             if m is not None:
                 self._add_metrics(m)
@@ -272,6 +282,12 @@ class Environment:
                 self.env.close()
         except Exception as e:
             log.warning("close() of %s raised %s", self.name, first_line(e))
+
+
+def _zero_where(done, x):
+    x = x.copy()
+    x[done] = 0
+    return x
 
 
 def probe(create_env, flags, num_envs):

@@ -8,7 +8,6 @@ import importlib
 import math
 import os
 import pathlib
-import re
 import shlex
 import signal
 import sys
@@ -17,7 +16,6 @@ import time
 from torchbeast.process import (
     BadInput,
     children,
-    first_line,
     keep_freed_memory,
     kill_children,
     open_standard_files,
@@ -25,13 +23,26 @@ from torchbeast.process import (
     terminable,
 )
 
+# Flags that may differ between two sessions of a run, or two runs of one experiment.
+UNCOMPARED = {"command", "mode", "savedir", "seed", "xpid"}
+
 
 class Parser(argparse.ArgumentParser):
     """Prints bad input as one line on stderr and exits with code 2. Flags cannot be
     abbreviated, because an agent may add a flag that begins like another one."""
 
+    presets = {}  # {value of --preset: {flag: default}}
+
     def __init__(self, **kwargs):
         super().__init__(**kwargs, allow_abbrev=False)
+        self.set_defaults(**self._defaults)  # An agent's, of the program's flags.
+
+    def add_presets(self, agent, **presets):
+        """Adds --preset, if the agent's module or the program has any."""
+        self.presets = {**getattr(load_agent(agent), "PRESETS", {}), **presets}
+        if self.presets:
+            self.add_argument("--preset", choices=self.presets,
+                              help="defaults for a kind of environment")  # fmt: skip
 
     def error(self, message):
         self.exit(2, error_line(self.prog, message))
@@ -106,7 +117,8 @@ def load_agent(name):
 
 def agent_parser(name):
     """The flags of an agent. Raises BadInput if they are not argparse's."""
-    p = load_agent(name).parser()
+    module = load_agent(name)
+    p = module.parser()
     if not isinstance(p, argparse.ArgumentParser) or p.add_help:
         raise BadInput(
             f"--agent {name}: parser() returned {type(p).__name__}, expected "
@@ -115,17 +127,15 @@ def agent_parser(name):
     return p
 
 
-def make_agent(flags, env):
-    """Makes an agent of --agent for an environment.Environment. Raises BadInput if its
-    network is larger than the memory."""
-    module = load_agent(flags.agent)
-    try:
-        return module.Agent(flags, env.observation_space, env.action_space)
-    except (MemoryError, RuntimeError) as e:
-        if not re.search("allocate memory|out of memory", str(e)):
-            raise
-        message = f"the network for {env.name} is larger than the memory"
-        raise BadInput(f"{message}: {first_line(e)}") from e
+def parse_args(parser, argv):
+    """Parses a program's command line. The defaults are those of --preset, if one is
+    named."""
+    flags = parser.parse_args(argv)
+    if getattr(flags, "preset", None) is not None:
+        preset = parser.presets[flags.preset]
+        parser.set_defaults(**{k: x for k, x in preset.items() if hasattr(flags, k)})
+        flags = parser.parse_args(argv)
+    return flags
 
 
 def run_command(prog, body):
@@ -190,6 +200,11 @@ def run_parser() -> argparse.ArgumentParser:
                    metavar="N",
                    help="steps between lines of logs.csv (default: %(default)s)")
 
+    g.add_argument("--eval_interval_steps", type=number(int, 1), metavar="N",
+                   help="play --num_test_episodes with the most probable actions "
+                   "beside training, each N steps: eval_return in logs.csv "
+                   "(default: never)")
+
     g = p.add_argument_group("training")
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
                    metavar="N", help="agent steps to train for (default: %(default)s)")
@@ -198,6 +213,9 @@ def run_parser() -> argparse.ArgumentParser:
                    "(default: %(default)s)")
     g.add_argument("--unroll_length", type=number(int, 1, 10**6), default=20,
                    metavar="T", help="steps in a rollout (default: %(default)s)")
+    g.add_argument("--one_episode_rollouts", action="store_true",
+                   help="end rollouts with their episodes, and pad them: for networks "
+                   "with attention")
     g.add_argument("--num_learner_threads", type=number(int, 1), metavar="N",
                    help="threads that take turns: one assembles a batch, and copies it "
                    "to the GPU, while another updates (default: 2 with a GPU, else 1)")

@@ -1,11 +1,18 @@
 """Gradients: all that happens between a loss and the clipping of its gradients."""
 
+import json
+import zlib
+
 import torch
 
 from torchbeast import ranks
+from torchbeast.encoders import SLICE_BYTES
 from torchbeast.environment import leaves, map_structure
+from torchbeast.process import log
 
-SLICE_BYTES = 96 * 4 * 84 * 84
+MIN_RECURRENT = 8  # Rollouts of a slice: an LSTM of fewer would take as long.
+MAX_STATISTICS = 1024  # Numbers in them.
+_largest = 2**62  # Rollouts of a slice that fit into the memory.
 
 
 def set_gradients(parameters, loss, batch, reduction="sum"):
@@ -16,10 +23,31 @@ def set_gradients(parameters, loss, batch, reduction="sum"):
     reduction: what loss and statistics are over T and B, "sum" or "mean" (over real
                transitions, those that do not lead to a `done`)
 
-    On a CPU loss is called for a few of the rollouts at a time, slice after slice. With
-    several learners the batch is that of all ranks together, and so are its gradients
-    and statistics: this is where they are summed.
+    On a CPU, and on a GPU whose memory the batch does not fit into, loss is called for
+    a few of the rollouts at a time, slice after slice. With several learners the batch
+    is that of all ranks together, and so are its gradients and statistics: this is
+    where they are summed.
     """
+    global _largest
+    sums = None
+    while sums is None:
+        try:
+            sums = _sum_of_slices(parameters, loss, batch, reduction)
+        except torch.OutOfMemoryError:
+            B = batch["done"].shape[1]
+            if min(B, _largest) == 1:
+                raise
+            _largest = (min(B, _largest) + 1) // 2
+        if sums is None:  # Not above: the exception holds on to the slice.
+            torch.cuda.empty_cache()
+            log.info("learning from slices of %d rollouts: more do not fit", _largest)
+    if ranks.current.num > 1:
+        num_real = (~batch["done"][1:]).sum() if reduction == "mean" else None
+        sums = sum_over_ranks(parameters, sums, num_real)
+    return sums
+
+
+def _sum_of_slices(parameters, loss, batch, reduction):
     for parameter in parameters:
         parameter.grad = None
     sums = {}
@@ -29,10 +57,13 @@ def set_gradients(parameters, loss, batch, reduction="sum"):
         for name, x in statistics.items():
             x = torch.as_tensor(x).detach()
             sums[name] = sums.get(name, 0) + weight * x
-    if ranks.current.num > 1:
-        num_real = (~batch["done"][1:]).sum() if reduction == "mean" else None
-        sums = sum_over_ranks(parameters, sums, num_real)
     return sums
+
+
+def means(statistics):
+    """Returns the means {name: tensor []} of several gradient steps' statistics."""
+    names = statistics[0] if statistics else ()
+    return {k: sum(x[k] for x in statistics) / len(statistics) for k in names}
 
 
 @torch.no_grad()
@@ -40,34 +71,52 @@ def sum_over_ranks(parameters, statistics, weight=None):
     """Replaces the parameters' gradients, and returns the statistics, {name: tensor
     []}, by their sums over all ranks, or by their means with these weights.
 
-    Notes in ranks.current.faulty which ranks' statistics are not finite.
+    Notes in ranks.current.faulty which ranks' statistics are not finite, and in
+    ranks.current.differs whether their names and shapes differ.
     """
     group = ranks.current
+    names = sorted(statistics)
+    values = [statistics[name] for name in names]
+    shapes = json.dumps({name: list(x.shape) for name, x in zip(names, values)})
+    if names:
+        group.tell_statistics(shapes)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     grads = [parameter.grad for parameter in parameters]
     device = grads[0].device
-    tensors = [x.to(device).float() for x in (*grads, *statistics.values())]
+    tensors = [x.to(device).float() for x in (*grads, *values)]
     finite = [x.isfinite() for x in tensors[len(grads) :]]
     faulty = torch.zeros(group.num, device=device)
     if finite:
         faulty[group.rank] = (~torch.stack(finite)).any()
+    # Messages of different sizes would abort: all have room for the same number.
+    room = MAX_STATISTICS - sum(x.numel() for x in values)
+    if room < 0:
+        raise ValueError(
+            f"the loss has statistics of more than {MAX_STATISTICS} numbers"
+        )
+    tensors.append(torch.zeros(room, device=device))
     if weight is not None:
         tensors = [weight * x for x in tensors]
+    marks = torch.zeros(group.num, 2, device=device)
+    marks[group.rank] = torch.tensor(divmod(zlib.crc32(shapes.encode()), 2**16))
     total = torch.as_tensor(1.0 if weight is None else weight, device=device).float()
     # One message for all of them.
-    tensors += [faulty, total]
+    tensors += [faulty, marks, total]
     flat = torch.cat([x.reshape(-1) for x in tensors])
     group.sum(flat)
     sums = flat.split([x.numel() for x in tensors])
     sums = [x.view(y.shape) for x, y in zip(sums, tensors)]
-    *sums, group.faulty, total = sums
+    *sums, group.faulty, marks, total = sums
+    if names:  # Else it may be a second call in this update.
+        group.differs = (marks != marks[0]).any()
     if weight is not None:
         sums = [x / total.clamp(min=1) for x in sums]
     for grad, x in zip(grads, sums):
         grad.copy_(x)
-    return dict(zip(statistics, sums[len(grads) :]))
+    sums = dict(zip(names, sums[len(grads) :]))
+    return {name: sums[name] for name in statistics}  # In their own order.
 
 
 def slices(batch, reduction="sum"):
@@ -76,13 +125,15 @@ def slices(batch, reduction="sum"):
 
     On a CPU each part has about SLICE_BYTES of observations, which are 96 of Atari's:
     what the network computes from them stays in the cache and takes a fraction of the
-    memory. On a GPU there is one part.
+    memory. On a GPU there is one part, if it fits.
     """
     done = batch["done"]
     size = B = done.shape[1]
     if not done.is_cuda:
         num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"]))
-        size = max(1, int(B / max(1, num_bytes / SLICE_BYTES)))
+        least = MIN_RECURRENT if leaves(batch.get("core_state", ())) else 1
+        size = max(least, int(B / max(1, num_bytes / SLICE_BYTES)))
+    size = min(size, _largest)
     num_real = (~done[1:]).sum().clamp(min=1)
     for i in range(0, B, size):
         part = map_structure(lambda x, i=i: x[:, i : i + size], batch)

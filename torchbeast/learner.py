@@ -10,6 +10,7 @@ from logging import ERROR, INFO
 import torch
 
 from torchbeast import checkpoint, ranks, stages
+from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line
 from torchbeast.process import BadInput, Signals, Stop, log
 
@@ -53,13 +54,14 @@ class Learner:
     """An agent that learns, and what an update touches: published weights, counters,
     logs, checkpoints.
 
-    weights: anything with publish(model, version).
+    weights: anything with publish(model, version); None if whoever acts has the agent's
+        own net.
 
     An update's statistics are read after the next one has been launched, so that a GPU
     need not wait for Python: logs and counters are one update late there.
     """
 
-    def __init__(self, flags, run, agent, weights, device):
+    def __init__(self, flags, run, agent, weights, device, create_env):
         """Takes the run's checkpoint, if the run has one. Raises BadInput if it does
         not fit."""
         self.flags = flags
@@ -75,9 +77,11 @@ class Learner:
         run.restore(agent)
         self.updates = run.updates
         self.weights = weights  # Of version `updates`.
-        self.weights.publish(agent.net, self.updates)
+        self._publish()
         self.batch_size = ranks.current.share(flags.batch_size)
         self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}
+        self._create_env = create_env
+        self._evaluator = None
         self._idle_since = None
         self._unread = None
 
@@ -116,6 +120,8 @@ class Learner:
             except Stop as e:
                 exit_code = self._end_early(e)
             finally:
+                if self._evaluator is not None:
+                    self._evaluator.close()
                 run.close()
         if ranks.current.rank > 0:
             return exit_code
@@ -147,6 +153,8 @@ class Learner:
             **ranks.current.seconds,
         }
         self.run.start()
+        if self.flags.eval_interval_steps is not None and group.rank == 0:
+            self._evaluator = Evaluator(self._create_env, self.flags, self.run.step)
 
     def _end_early(self, stop):
         """Logs why the run ends, and saves what is worth saving. Returns the exit
@@ -163,7 +171,7 @@ class Learner:
     def update(self, batch, episodes, versions):
         """Learns from a batch. Only one thread may call it at a time.
 
-        episodes: the episodes that ended in the batch, as Run.update() takes them
+        episodes: those that ended in the batch: {name: tensor [2], sum and number}
         versions: of the weights with which each of its rollouts was begun
         """
         start = time.monotonic()
@@ -189,10 +197,15 @@ class Learner:
             )
         tensors = {k: x for k, x in statistics.items() if torch.is_tensor(x)}
         values, read = torch.zeros(0), None
-        if tensors:
-            values = [x.detach().reshape(()).float() for x in tensors.values()]
+        # One more than there are statistics, if the ranks have compared theirs.
+        seen = [*tensors.values(), ranks.current.differs]
+        if seen := [x for x in seen if x is not None]:
+            values = [x.detach().reshape(()).float() for x in seen]
             values = torch.stack([x.to(self.device) for x in values])
             values = values.to("cpu", non_blocking=True)
+        episodes = {
+            k: x.to("cpu", non_blocking=True).float() for k, x in episodes.items()
+        }
         if self.device.type == "cuda":
             read = torch.cuda.current_stream(self.device).record_event()
         counts = dict(
@@ -206,12 +219,20 @@ class Learner:
         self._unread = statistics, list(tensors), values, read, counts
         if read is None:
             self.flush()
-        self.weights.publish(self.agent.net, self.updates)
+        self._publish()
+        if self._evaluator is not None:
+            self._evaluator.offer(self.run.step, self.agent.net)
+            if (mean_return := self._evaluator.take()) is not None:
+                self.run.add_evaluation(mean_return)
         summing = ranks.current.seconds.get("reduction", 0) - summing
         self.stage_seconds["update"] += time.monotonic() - start - summing
         self._idle_since = time.monotonic()
         if self.finished:
             ranks.current.finish()
+
+    def _publish(self):
+        if self.weights is not None:
+            self.weights.publish(self.agent.net, self.updates)
 
     def flush(self):
         """Counts and logs the last update, once its statistics have arrived."""
@@ -221,8 +242,12 @@ class Learner:
         self._unread = None
         if read is not None:
             read.synchronize()
-        statistics = {**statistics, **dict(zip(names, values.tolist()))}
-        self.run.update(statistics=statistics, **counts)
+        values = values.tolist()
+        if any(values[len(names) :]):
+            raise ranks.current.different_statistics()
+        statistics = {**statistics, **dict(zip(names, values))}
+        episodes = {name: x.tolist() for name, x in counts.pop("episodes").items()}
+        self.run.update(statistics=statistics, episodes=episodes, **counts)
 
     def save(self):
         """Writes a checkpoint. To be called on all ranks at the same update."""

@@ -4,7 +4,9 @@ import datetime
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -76,6 +78,23 @@ def use_cores(n):
     _num_cores = n
 
 
+def core_shares(n) -> list[set[int]]:
+    """Returns n equal shares of the cores that this process may use, each of
+    neighbours: threads of one core, cores of one socket."""
+
+    def place(core):
+        topology = pathlib.Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+        names = "physical_package_id", "core_id"
+        try:
+            return [*(int((topology / name).read_text()) for name in names), core]
+        except OSError:
+            return [0, core, core]
+
+    cores = sorted(os.sched_getaffinity(0), key=place)
+    size = len(cores) // n  # Equal, because a run's defaults depend on its cores.
+    return [set(cores[i * size : (i + 1) * size]) for i in range(n)]
+
+
 def processor_seconds() -> float:
     """The processor time of this process and of its children that have ended."""
     times = os.times()
@@ -85,6 +104,26 @@ def processor_seconds() -> float:
 def memory_bytes() -> int:
     """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory_bytes() -> int:
+    """The memory that this process can still take, in its container if it is in one."""
+    amounts = {}
+    with open("/proc/meminfo") as f:
+        for line in f:
+            name, amount, *_ = line.split()
+            amounts[name] = 1024 * int(amount)
+    available = amounts["MemAvailable:"]
+    try:  # Control groups, version 2.
+        group = pathlib.Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text())
+        used -= int(cached[1]) if cached else 0
+        available = min(available, limit - used)
+    except (OSError, ValueError):  # None, or "max".
+        pass
+    return max(0, available)
 
 
 def rss_mb() -> float:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from torchbeast import checkpoint, run, seeds
+from torchbeast.agents import make_agent
 from torchbeast.calls import create
 from torchbeast.environment import first_step, map_structure
 from torchbeast.files import write_atomically
-from torchbeast.flags import make_agent
 from torchbeast.process import BadInput, log
 
 
@@ -28,14 +28,7 @@ def test(flags, create_env):
     agent.net.eval()
     checkpoint.load_agent_state(agent, saved, path)
     print(f"{path}: step {saved['step']}", flush=True)
-    core_state = agent.initial_state(1)
-
-    def policy(step):
-        nonlocal core_state  # The agent itself forgets it where an episode begins.
-        step = map_structure(lambda x: torch.as_tensor(x)[None], step)
-        outputs, core_state = agent.act(step, core_state, not flags.sample_actions)
-        return outputs["action"][0].numpy()
-
+    policy = Policy(agent, env, greedy=not flags.sample_actions)
     returns, lengths = [], []
     try:
         for episode_return, length in episodes(flags, env, policy):
@@ -50,6 +43,21 @@ def test(flags, create_env):
         if returns:
             report(flags, path, saved["step"], returns, lengths, env.take_metrics())
     return 0
+
+
+class Policy:
+    """An agent as a function from an environment's steps to actions."""
+
+    def __init__(self, agent, env, greedy):
+        self.agent = agent
+        self.greedy = greedy
+        self.core_state = agent.initial_state(env.num_envs)
+
+    def __call__(self, step):
+        # The agent itself forgets core_state where an episode begins.
+        step = map_structure(lambda x: torch.as_tensor(x)[None], step)
+        outputs, self.core_state = self.agent.act(step, self.core_state, self.greedy)
+        return map_structure(lambda x: x[0].numpy(), outputs["action"])
 
 
 def render_mode(flags):
@@ -69,7 +77,8 @@ def render_mode(flags):
 
 
 def episodes(flags, env, policy):
-    """Plays --num_test_episodes whole games. Yields each one's return and length.
+    """Plays --num_test_episodes whole games. Yields each one's return, the mean of its
+    agents' if there are several, and length.
 
     policy: a function of a step that returns an action for the one environment of env.
     """
@@ -81,16 +90,17 @@ def episodes(flags, env, policy):
     except gymnasium.error.DependencyNotInstalled as e:
         raise BadInput(f"environment {flags.env!r} cannot be shown: {e}") from e
     for _ in range(flags.num_test_episodes):
-        while True:
+        returns = np.full(env.num_envs, np.nan)
+        while np.isnan(returns).any():
             step = env.step(policy(step))
             if video is not None:
                 video.write(env.render())
-            if step["episode_end"][0]:
-                break
+            end = step["episode_end"]
+            returns[end] = step["episode_return"][end]
         if video is not None:
             video.close()
             video = None
-        yield float(step["episode_return"][0]), int(step["episode_step"][0])
+        yield float(returns.mean()), int(step["episode_step"].max())
 
 
 def report(flags, path, trained_steps, returns, lengths, metrics):

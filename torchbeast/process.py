@@ -3,6 +3,7 @@
 No torch in here: environment servers import this file.
 """
 
+import atexit
 import contextlib
 import ctypes
 import glob
@@ -13,7 +14,6 @@ import select
 import signal
 import threading
 import time
-from collections import Counter
 from multiprocessing import resource_tracker
 
 
@@ -26,6 +26,8 @@ class Log(logging.Logger):
 
 
 log = Log("torchbeast", logging.INFO)
+
+REMIND_S = 60  # What comes over and over is logged again after this, then twice this.
 
 # What ends a program in order: Ctrl-C, a service manager, a terminal that is closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -86,9 +88,10 @@ def keep_freed_memory():
     mallopt(ARENA_MAX, 1)
 
 
-def allow_open_files(num_files):
+def allow_open_files(num_files, remedy=""):
     """Raises this process's limit of open files if it is too low for num_files, beside
-    some 60 of libraries, logs and environments. Raises BadInput if that is not allowed.
+    some 60 of libraries, logs and environments. Raises BadInput if that is not allowed,
+    which names a remedy beside a higher limit.
     """
     needed = num_files + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,6 +99,7 @@ def allow_open_files(num_files):
         raise BadInput(
             f"this command needs {needed} open files, the limit is {hard}: raise it "
             "(ulimit -Hn; LimitNOFILE= of systemd; docker run --ulimit nofile=...)"
+            f"{remedy}"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -139,6 +143,12 @@ def _default_signals():
 def end_group():
     """Ends this process, which has called lead_group(), and all that it started."""
     os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def follow_parent():
+    """Has this process get SIGTERM when its parent ends, in whatever way."""
+    PR_SET_PDEATHSIG = 1  # sys/prctl.h
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def kill_group(process):
@@ -202,7 +212,27 @@ def terminable():
         yield
     finally:
         for s, handler in before.items():
-            signal.signal(s, handler)
+            if signal.getsignal(s) == _terminate:
+                signal.signal(s, handler)
+
+
+def ignore_again(received_at):
+    """Has SIGNALS do nothing until a second after received_at, and while this process
+    ends, so that its exit code is that of the first signal."""
+
+    def handler(signum, _frame):
+        if time.monotonic() > received_at + 1:
+            old = before[signum]
+            signal.signal(signum, signal.SIG_DFL if old == _terminate else old)
+            signal.raise_signal(signum)
+
+    def ignore():  # Python gives its own handlers up before it ends.
+        for s in before:
+            if signal.getsignal(s) == handler:
+                signal.signal(s, signal.SIG_IGN)
+
+    before = handle_signals(handler)
+    atexit.register(ignore)
 
 
 class BadInput(ValueError):
@@ -228,17 +258,23 @@ class Signals:
     blocking.
     """
 
+    current = None  # Those of this process, while they are handled.
+
     def __init__(self):
         self.on_second = lambda: None
         self.received = None
 
     def __enter__(self):
+        Signals.current = self
         self._old = handle_signals(self._handle)
         return self
 
     def __exit__(self, *_):
+        Signals.current = None
         for s, handler in self._old.items():
             signal.signal(s, handler)
+        if self.received is not None:
+            ignore_again(self.received_at)
 
     def _handle(self, signum, _frame):
         if self.received is not None:
@@ -249,7 +285,8 @@ class Signals:
             kill_children(children())
             with contextlib.suppress(OSError, ValueError):
                 if select.select([], [2], [], 0)[1]:  # Not a pipe that nobody reads.
-                    os.write(2, b"\nquit without saving\n")
+                    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # rich hides it.
+                    os.write(2, cursor + b"\nquit without saving\n")
             os._exit(128 + signum)
         self.received_at = time.monotonic()  # First: a signal may interrupt this.
         self.received = signal.Signals(signum)
@@ -264,6 +301,12 @@ class Signals:
             raise stop
 
 
+def check_signals():
+    """Raises Stop after a signal, if signals are handled. Any thread may call it."""
+    if (signals := Signals.current) is not None:
+        signals.check()
+
+
 def first_line(error, with_type=True):
     """Returns the error's type, and its message's first line without control
     characters."""
@@ -273,17 +316,29 @@ def first_line(error, with_type=True):
 
 
 class Repeated:
-    """Shortens texts, tracebacks for example, that have been there before."""
+    """Counts texts that come over and over."""
 
     def __init__(self):
-        self._counts = Counter()
+        self._seen = {}  # {text: (how often, when it is due next, wait)}
+
+    def count(self, text, now=None):
+        """Returns how often the text came, and whether that is to be logged: at first,
+        after REMIND_S, then after twice this, and so on."""
+        now = time.monotonic() if now is None else now
+        if len(self._seen) > 1000:  # Where each is different.
+            self._seen.clear()
+        number, due_at, wait_s = self._seen.get(text, (0, now, REMIND_S))
+        due = now >= due_at
+        if due:
+            due_at, wait_s = now + wait_s, 2 * wait_s
+        self._seen[text] = number + 1, due_at, wait_s
+        return number + 1, due
 
     def shorten(self, text):
-        """Returns the text the first time, then its last line and how often it came."""
-        if len(self._counts) > 100:  # Where each is different.
-            self._counts.clear()
-        self._counts[text] += 1
-        if self._counts[text] == 1:
+        """Returns a traceback the first time, then its last line and how often it
+        came."""
+        number, _ = self.count(text)
+        if number == 1:
             return text
         last = (text.strip().splitlines() or [""])[-1]
-        return f" {last} (this traceback came {self._counts[text]} times)"
+        return f" {last} (this traceback came {number} times)"

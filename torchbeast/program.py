@@ -5,7 +5,7 @@ import os
 import sys
 
 from torchbeast import checkpoint, play, ranks, run
-from torchbeast.flags import Parser, error_line, run_command, run_parser
+from torchbeast.flags import Parser, error_line, parse_args, run_command, run_parser
 from torchbeast.process import BadInput, Stop
 
 
@@ -37,7 +37,7 @@ def run_program(prog, parser, train, create_env, argv=None):
         except argparse.ArgumentError as e:  # A flag that the program has, too.
             raise BadInput(f"--agent {agent}: parser(): {e}") from e
         p.set_defaults(**{**saved, "agent": agent})
-        flags = p.parse_args(argv)
+        flags = parse_args(p, argv)
         flags.command = [prog, *argv]
         if flags.video and flags.mode != "test":
             raise BadInput(f"--video goes with --mode test, not {flags.mode}")
@@ -65,4 +65,5 @@ def flags_of_checkpoint(flags):
     checkpoint that is to play was trained."""
     saved = checkpoint.load(run.checkpoint_path(flags))["flags"]
     own = vars(run_parser().parse_args([])).keys() - {"agent"}
+    own |= {"preset"}  # Its values are among the others.
     return {name: x for name, x in saved.items() if name not in own}

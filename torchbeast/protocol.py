@@ -11,7 +11,7 @@ from torchbeast import environment
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.batch import MAX_STEP_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SERVICE = "torchbeast.protocol.EnvironmentServer"
 LEARNER_SERVICE = "torchbeast.protocol.Learner"
 MAX_REQUEST_BYTES = 2**22

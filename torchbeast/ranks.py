@@ -52,15 +52,17 @@ class Ranks:
         self.num = num
         self.local_rank = local_rank
         self.hosts = [platform.node()]  # Of the ranks.
+        self.num_here = 1  # Ranks on this host.
         self.lost = False  # Some rank is gone: no thread of ours may be waited for.
         self.faulty = None  # [num], of the last update: whose losses are not finite.
+        self.differs = None  # Tensor [], of the last update: whether statistics do.
         self.seconds = {}  # Where the time went, for the log.
         self.describe = lambda: ""  # Says why there are no rollouts.
         self._end = None  # The Stop that all have agreed on.
         self._leaving = None  # The exception for which this rank leaves.
         self._over = num == 1  # There are no more votes.
         self._updating = False
-        self._nccl = self._store = None
+        self._nccl = self._store = self._statistics = None
         self._lock = threading.RLock()  # Of a vote.
         self._losing = threading.Lock()  # Of _lose().
         self._parent = os.getppid()  # Torchrun.
@@ -72,10 +74,11 @@ class Ranks:
     def join(self, flags):
         """Joins the other ranks. Flags that were not given become those of rank 0.
         Raises BadInput if the ranks cannot learn together."""
-        if flags.batch_size % self.num:
+        name = "num_envs" if hasattr(flags, "num_envs") else "batch_size"
+        if (size := getattr(flags, name)) % self.num:
             raise BadInput(
-                f"--batch_size {flags.batch_size} is of all ranks together: expected a "
-                f"multiple of {self.num}, their number"
+                f"--{name} {size} is of all ranks together: expected a multiple of "
+                f"{self.num}, their number"
             )
         store, _, _ = next(dist.rendezvous("env://", self.rank, self.num))
         # Torchrun's store still has what ranks that were killed have left in it.
@@ -107,6 +110,7 @@ class Ranks:
         share = sum(1 / sum(core in c for c in here) for core in cores[self.rank])
         machine.use_cores(max(1, round(share)))
         self.hosts = list(hosts)
+        self.num_here = len(here)
 
     def _attempt(self, store):
         """Agrees with the other ranks on a text that no earlier ranks had. Raises Stop
@@ -274,9 +278,11 @@ class Ranks:
                 raise self._lose(e) from e
             self._voted_at = time.monotonic()
             for rank in votes[:, LEAVING].nonzero().flatten().tolist():
-                self._end = self._reason(rank) or Stop(f"rank {rank} left")
-                if self._store is None and isinstance(leaving, Stop):
-                    self._end = leaving
+                if self._torchrun_is_gone():
+                    told = isinstance(leaving, Stop)
+                    self._end = leaving if told else Stop("torchrun is gone")
+                else:
+                    self._end = self._reason(rank) or Stop(f"rank {rank} left")
                 raise self._end
             if self.rank == 0:
                 self._watch(votes[:, READY].tolist())
@@ -289,8 +295,7 @@ class Ranks:
             if self._lock.acquire(blocking=False):
                 try:
                     now = time.monotonic()
-                    if os.getppid() != self._parent:
-                        self._store = None  # It was torchrun's.
+                    if self._torchrun_is_gone():
                         self.leave(Stop("torchrun is gone"))
                     if not self._over and now - self._voted_at > IDLE_S:
                         if now - self._ready_at > PATIENCE_S / 2:
@@ -326,12 +331,44 @@ class Ranks:
         why = json.dumps([text, code, getattr(error, "save", True)])
         self._write(f"why/{self.rank}", why)
 
+    def tell_statistics(self, shapes):
+        """Leaves word which statistics this rank has: {name: shape} in JSON."""
+        if shapes != self._statistics:
+            self._write(f"statistics/{self.rank}", shapes)
+            self._statistics = shapes
+
+    def different_statistics(self):
+        """Returns the Stop of ranks that have left word of different statistics."""
+        texts = [self._read(f"statistics/{rank}") for rank in range(self.num)]
+        first, *others = [json.loads(text or "{}") for text in texts]
+        rank, theirs = next(
+            ((r, x) for r, x in enumerate(others, 1) if x != first), (1, first)
+        )
+        names = sorted(first.keys() | theirs.keys())
+        different = [
+            f"{name} is {theirs.get(name, 'missing')}, on rank 0 "
+            f"{first.get(name, 'missing')}"
+            for name in names
+            if first.get(name) != theirs.get(name)
+        ]
+        return Stop(
+            f"rank {rank} has other statistics than rank 0: "
+            f"{'; '.join(different[:3])}: expected the same on all ranks",
+            save=False,
+        )
+
     def _reason(self, rank):
         """Returns the Stop that a rank has left word of, or None."""
         if not (why := self._read(f"why/{rank}")):
             return None
         text, code, save = json.loads(why)
         return Stop(f"rank {rank}: {text}", code, save)
+
+    def _torchrun_is_gone(self):
+        """Returns whether torchrun, whose store it was, is gone."""
+        if os.getppid() != self._parent:
+            self._store = None
+        return self._store is None
 
     def _write(self, key, text):
         """Writes into the store, if it is there."""

@@ -8,6 +8,14 @@ core_state, the recurrent state before step 0. A batch of B rollouts is
 
 with [T + 1, B, ...] for the fields of a step, [T, B, ...] for outputs and [., B, ...]
 for core_state.
+
+An agent with a `burn_in` of K gets rollouts of K + T + 1 steps, of which the first
+K + 1 repeat the last ones of the rollout before: a recurrent state can be brought up to
+date on them (R2D2).
+
+With --one_episode_rollouts, rollouts end with their episodes, and mask [T + 1, B] tells
+which steps are real. The others repeat the last one, with reward 0 and `done`, so that
+no transition leads to them. The transition to the next episode is in no rollout.
 """
 
 import torch
@@ -16,8 +24,22 @@ from torchbeast import machine
 from torchbeast.environment import leaves, map_structure
 from torchbeast.process import BadInput
 
+EPISODE_FIELDS = (
+    "terminated",
+    "truncated",
+    "episode_end",
+    "episode_step",
+    "episode_return",
+    "training_episode_return",
+)
 
-def specs(agent, step, unroll_length):
+
+def burn_in(agent):
+    """Returns K: the steps of a rollout that come before the T + 1 others."""
+    return getattr(agent, "burn_in", 0)
+
+
+def specs(agent, step, flags):
     """Finds what one rollout holds by one call of act(): a nest of tensors without
     data. Their first dimension is time, except for core_state's.
 
@@ -29,7 +51,11 @@ def specs(agent, step, unroll_length):
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     step = map_structure(torch.as_tensor, step)
-    T, E = unroll_length, len(step["reward"])
+    if flags.one_episode_rollouts and burn_in(agent) > 0:
+        raise BadInput(
+            "--one_episode_rollouts leaves no steps to burn in on: expected --burn_in 0"
+        )
+    T, E = burn_in(agent) + flags.unroll_length, len(step["reward"])
     initial = agent.initial_state(E)
     agent.net.eval()  # A BatchNorm is to count no batch that is not learned from.
     result = agent.act(map_structure(lambda x: x[None], step), initial)
@@ -53,17 +79,16 @@ def specs(agent, step, unroll_length):
                 f"[1, {E}, ...]"
             )
     check_outputs(outputs)
+    done = step["done"]
     for name in outputs:
-        if name in (*step, "core_state", "version"):
+        if name in (*step, "core_state", "version", "mask"):
             raise BadInput(f"act() returned {name!r}, which a rollout has of its own")
     if "action" not in outputs:
         raise BadInput(f"act() returned {sorted(outputs)}, expected 'action' in it")
-    action, expected = outputs["action"][0], step["last_action"]
-    if (action.dtype, action.shape) != (expected.dtype, expected.shape):
-        raise BadInput(
-            f"act() returned action as {action.dtype} {[1, *action.shape]}, expected "
-            f"{expected.dtype} {[1, *expected.shape]}"
-        )
+    last_action = map_structure(lambda x: x[None], step["last_action"])
+    action, expected = describe(outputs["action"]), describe(last_action)
+    if action != expected:
+        raise BadInput(f"act() returned {action}, expected {expected}")
     before, after = (
         [(path, list(x.shape)) for path, x in leaves(state)]
         for state in (initial, core_state)
@@ -76,7 +101,15 @@ def specs(agent, step, unroll_length):
         "core_state": map_structure(
             lambda x: spec(x, x.shape[0], *x.shape[2:]), core_state
         ),
+        **({"mask": spec(done, T + 1)} if flags.one_episode_rollouts else {}),
     }
+
+
+def describe(action):
+    """Returns a text: the paths, dtypes and shapes of its tensors."""
+    return ", ".join(
+        f"{path} as {x.dtype} {list(x.shape)}" for path, x in leaves(action, "action")
+    )
 
 
 def check_memory(specs, num_rollouts):
@@ -108,15 +141,47 @@ def check_outputs(outputs):
             )
 
 
-def ended_episodes(batch):
-    """Returns the episodes that ended in a batch [T + 1, B, ...], as Run.update() takes
-    them."""
-    end = batch["episode_end"][1:]  # Step 0 was counted with the rollout before.
-    training_end = (batch["terminated"] | batch["truncated"])[1:]
-    return {
-        "episode_return": batch["episode_return"][1:][end].tolist(),
-        "episode_step": batch["episode_step"][1:][end].tolist(),
-        "training_episode_return": batch["training_episode_return"][1:][
-            training_end
-        ].tolist(),
+def real(batch):
+    """Returns which of the steps 1 to T of a batch are neither padding nor of an agent
+    that has left (torchbeast/warp.py), [T, B] bool."""
+    done = batch["done"]
+    # Only then the next one is `done`, too. (After step T, none is known.)
+    left = done & torch.cat([done[1:], done[-2:-1]])
+    return (batch.get("mask", torch.ones_like(done)) & ~left)[1:]
+
+
+def pad(buffers, index, t):
+    """Ends a rollout with step t: repeats it to the rollout's end, and writes the mask.
+    The rollout is that of this index in a nest of arrays [T + 1, num_buffers, ...],
+    and in outputs [T, num_buffers, ...]."""
+    length = len(buffers["mask"])
+    for name, nest in buffers.items():
+        for _, x in leaves(nest) if name != "core_state" else ():
+            end = t + 1 - (length - len(x))
+            x[end:, index] = x[end - 1, index]
+    for name in ("reward", "terminated", "truncated", "episode_end", "mask"):
+        buffers[name][t + 1 :, index] = 0
+    buffers["done"][t + 1 :, index] = True
+    buffers["mask"][: t + 1, index] = True
+
+
+def ended_episodes(batch, unroll_length):
+    """Returns what is logged of the episodes that ended in a batch [T + 1, B, ...]:
+    {name: tensor [2], a sum over them and their number}."""
+
+    def total(x, counted):
+        return torch.stack([torch.where(counted, x, 0).sum(), counted.sum()])
+
+    # The steps before these T were counted with the rollout before.
+    new = {name: batch[name][-unroll_length:] for name in EPISODE_FIELDS}
+    end = new["episode_end"]
+    training_end = new["terminated"] | new["truncated"]
+    result = {
+        "episode_return": total(new["episode_return"], end),
+        "episode_step": total(new["episode_step"], end),
+        "training_episode_return": total(new["training_episode_return"], training_end),
     }
+    if "mask" in batch:  # The share of steps that are none.
+        padding = (~batch["mask"][1:]).float()
+        result["padding"] = total(padding, torch.ones_like(end))
+    return result

@@ -6,6 +6,7 @@
                    the agent's learn() returns
     events.out.*   the same for TensorBoard
     out.log        what was printed; out.rank1.log, ... by the other learners
+    launch.log     what torchbeast.launch started, and all that it printed
     lock           held by the process that trains
     model.tar      the last checkpoint
     best.tar       the checkpoint with the best mean return of 100 episodes
@@ -28,12 +29,10 @@ from collections import deque
 from torchbeast import checkpoint, files, machine, ranks, seeds, stages
 from torchbeast.display import Display
 from torchbeast.environment import NAME
-from torchbeast.flags import command_line
+from torchbeast.flags import UNCOMPARED, command_line
 from torchbeast.process import BadInput, Stop, log, setup_logging
 
 MAX_COLUMNS = 1000
-# Not compared with a checkpoint's.
-UNCOMPARED = {"command", "mode", "savedir", "seed", "xpid"}
 # Of logs.csv and TensorBoard. Beside them: the agent's statistics, means over the
 # updates since the line before; and episode/NAME for each NAME in the environment's
 # info["episode_metrics"], means over the episodes that have it.
@@ -42,12 +41,15 @@ COLUMNS = {
     "frames": "frames of the game: step times the environment's frame skip",
     "seconds": "seconds of training so far, earlier sessions of the run included",
     "sps": "steps per second since the line before",
-    "updates": "gradient steps so far",
+    "updates": "batches learned from so far",
     "episodes": "reported episodes that ended since the line before",
     "episode_return": "mean return of these episodes, unclipped; empty without one",
     "episode_step": "mean length of these episodes in agent steps",
     "training_episode_return": "mean return of the training episodes that ended; on "
     "Atari each life is one",
+    "eval_return": "mean return of greedy episodes (--eval_interval_steps)",
+    "padding": "share of steps in batches that are none (--one_episode_rollouts); "
+    "step and sps count them",
     "policy_lag": "updates between the weights a rollout began with and those it is "
     "learned by, mean",
     "environment_wait": "share of a stream's time (PolyBeast) in which its server "
@@ -73,8 +75,9 @@ class Run:
     A Run is not thread-safe: only who holds the learner's lock may call its methods.
     """
 
-    def __init__(self, flags, frames_per_step=1):
+    def __init__(self, flags, frames_per_step=1, num_agents=1):
         self.flags = flags
+        self.num_agents = num_agents  # Of an environment, whose steps are counted.
         self.step = 0
         self.updates = 0
         self.episodes = 0
@@ -88,9 +91,10 @@ class Run:
         self._saved_step = None  # Of model.tar.
         self._checkpoint = self._lock = self._csv = self._tensorboard = None
         self.display = None
+        self.shown = "loss", math.nan  # A statistic.
         self._started = None
         self._own = {}  # {name: (sum, count)} since the learners put them together.
-        self._own_returns = []  # Of episodes since then.
+        self._own_returns = []  # Of episodes since then: (sum, number) of updates.
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
         rank = ranks.current.rank
@@ -283,8 +287,8 @@ class Run:
         """Counts one update and logs it.
 
         statistics: {name: number}, what the agent's learn() returned; the first one is
-        shown as the loss. episodes: dict of lists, `episode_return`, `episode_step` and
-        `training_episode_return`. faulty: Ranks.faulty of this update.
+        shown. episodes: {name: (sum, number)}, see rollouts.ended_episodes(). faulty:
+        Ranks.faulty of this update.
         Raises Stop if a statistic is not finite, or has the name of a run's column.
         """
         self.step += num_steps
@@ -306,28 +310,32 @@ class Run:
                 )
             self._add(name, x)
         self._add("policy_lag", policy_lag)
-        for name, xs in episodes.items():
-            for x in xs:
-                self._add(name, x)
+        for name, (total, count) in episodes.items():
+            self._add(name, total, count)
         for metrics in self.take_metrics():
             for name, x in metrics.items():
                 self._add(f"episode/{name}", x)
-        self._count(episodes["episode_return"])
-        self._own_returns += episodes["episode_return"]
-        self.loss = next(iter(statistics.values()), math.nan)
-        interval = self.flags.log_interval_steps
-        if self.step // interval > self._row_step // interval:
+        self._count(*episodes["episode_return"])
+        self._own_returns.append(episodes["episode_return"])
+        self.shown = next(iter(statistics.items()), self.shown)
+        if self._row_is_due():
             self._write_row()
         if self.display is not None:
             self.display.update()
 
-    def _add(self, name, x):
-        total, count = self._own.get(name, (0.0, 0))
-        self._own[name] = (total + x, count + 1)
+    def add_evaluation(self, mean_return):
+        """Logs the mean return of greedy episodes."""
+        self._add("eval_return", mean_return)
 
-    def _count(self, returns):
-        self.returns.extend(returns)
-        self.episodes += len(returns)
+    def _add(self, name, x, num=1):
+        total, count = self._own.get(name, (0.0, 0))
+        if num > 0:
+            self._own[name] = (total + x, count + int(num))
+
+    def _count(self, total, num):
+        num = int(num)
+        self.returns.extend([total / max(1, num)] * min(num, self.returns.maxlen))
+        self.episodes += num
 
     def _put_together(self):
         """Adds up what the learners have counted since they did this last. Returns
@@ -341,9 +349,14 @@ class Run:
             for name, s in stage_seconds.items():
                 seconds[name] = seconds.get(name, 0) + s
             if rank != ranks.current.rank:
-                self._count(returns)
+                for total, num in returns:
+                    self._count(total, num)
         self._own, self._own_returns = {}, []
         return seconds
+
+    def _row_is_due(self):
+        interval = self.flags.log_interval_steps
+        return self.step // interval > self._row_step // interval
 
     def _write_row(self):
         stage_seconds = self._put_together()
@@ -377,7 +390,10 @@ class Run:
     def save(self, agent):
         """Writes model.tar, atomically: the agent, the counters, the flags, the random
         numbers."""
-        self._put_together()
+        if self._row_is_due():  # A rank was lost while it was to be written.
+            self._write_row()
+        else:
+            self._put_together()
         if self.flags.disable_checkpoint or ranks.current.rank > 0:
             return
         saved = self._state(agent)

@@ -7,7 +7,6 @@ E is the number of environments of a stream.
 """
 
 import contextlib
-import math
 import shutil
 import sys
 import threading
@@ -16,7 +15,6 @@ import traceback
 from concurrent import futures
 
 import grpc
-import numpy as np
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -137,9 +135,8 @@ def converse(create_env, flags, requests, peer):
         welcome = pb.Response(welcome=make_welcome(env, step))
         # Serialised messages one after the other are one message.
         yield welcome.SerializeToString() + encode_step(step)
-        shape = (env.num_envs, *env.action_shape)
         for request in requests:
-            step = env.step(get_action(parse(request), shape, env.num_actions))
+            step = env.step(get_action(parse(request), env.actions))
             stats.add(step)
             yield encode_step(step, env.take_metrics())
     finally:
@@ -154,14 +151,14 @@ def converse(create_env, flags, requests, peer):
 
 
 def make_welcome(env, step):
-    action = np.zeros((env.num_envs, *env.action_shape), np.int64)
     return pb.Welcome(
         version=PROTOCOL_VERSION,
         observation_space=str(env.observation_space),
         action_space=str(env.action_space),
         num_envs=env.num_envs,
         step=encode_spec(step),
-        action=encode_spec(action),
+        action=encode_spec(env.actions.zeros()),
+        environment=env.name,
     )
 
 
@@ -175,25 +172,12 @@ def parse(request):
         ) from None
 
 
-def get_action(request, shape, num_actions):
-    """Returns the action [E, ...] int64 of a request. Raises Refused if there is none
-    in it."""
-    data = request.action.data
-    size = 8 * math.prod(shape)
-    if len(data) != 1 or len(data[0]) != size:
-        got = f"{len(data[0])} bytes" if len(data) == 1 else f"{len(data)} arrays"
-        raise Refused(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the action has {got}, expected {size} bytes: int64 {list(shape)}",
-        )
-    action = np.frombuffer(data[0], np.dtype("<i8")).reshape(shape)
-    if action.min() < 0 or not (action < np.reshape(num_actions, shape[1:])).all():
-        raise Refused(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the action {action.tolist()} is out of bounds, expected 0 to less than "
-            f"{list(num_actions)}",
-        )
-    return action
+def get_action(request, actions):
+    """Returns the action of a request. Raises Refused if there is none in it."""
+    try:
+        return actions.from_bytes(request.action.data)
+    except ValueError as e:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(e)) from None
 
 
 class Refused(Exception):

@@ -21,6 +21,12 @@ from torchbeast.process import BadInput, Stop, kill_group, log, signals_blocked
 MAX_FAILURES = 5
 
 
+def name_of(address, module):
+    """Returns what messages call a process."""
+    what = {"server": "server at", "dialer": "process that dials"}[module]
+    return f"{what} {address}"
+
+
 class Server:
     """One supervised server process."""
 
@@ -30,6 +36,7 @@ class Server:
         self.address = address
         self.directory = directory
         self.module = module
+        self.name = name_of(address, module)
         self.failures = 0
         self.num_rollouts = 0
         self.start()
@@ -47,7 +54,7 @@ class Server:
         self.connection, theirs = multiprocessing.Pipe()
         # A new interpreter: a process of multiprocessing's would import what the
         # learner's main module does, and with it PyTorch (two seconds, 180 MB each).
-        code = f"""# The environment server at {self.address}.
+        code = f"""# The {self.name}.
 import sys
 from multiprocessing.connection import Connection
 parent = Connection({theirs.fileno()})
@@ -73,7 +80,7 @@ main(parent)"""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
-            message = f"the server at {self.address} ended while it started"
+            message = f"the {self.name} ended while it started"
         if message is not None:
             raise BadInput(message)
 
@@ -106,7 +113,7 @@ main(parent)"""
         code, outcome = self.process.returncode, "started again"
         if num_rollouts is not None and self.failures == MAX_FAILURES:
             raise Stop(
-                f"the server at {self.address} ended after {MAX_FAILURES} restarts "
+                f"the {self.name} ended after {MAX_FAILURES} restarts "
                 f"without a rollout (exit code {code})"
             )
         ran_s = time.monotonic() - self.started_at
@@ -119,7 +126,7 @@ main(parent)"""
             self.start()
         except OSError as e:
             outcome = f"cannot be started again: {e.strerror}"
-        log.error("server at %s ended (exit code %s), %s", self.address, code, outcome)
+        log.error("%s ended (exit code %s), %s", self.name, code, outcome)
 
     def stop(self):
         self.connection.close()  # Which ends it.
@@ -171,7 +178,8 @@ class Servers:
                 )
                 self._servers.append(server)
             except OSError as e:
-                message = f"the server at {address} cannot be started: {e.strerror}"
+                name = name_of(address, self._module)
+                message = f"the {name} cannot be started: {e.strerror}"
                 raise BadInput(message) from e
         for server in self._servers:
             server.wait_until_ready()

@@ -1,4 +1,4 @@
-"""Observation and action spaces: those that are supported, and arrays as they declare.
+"""Observation and action spaces: what is supported, and arrays as they declare them.
 
 No torch in here: environment servers import this file.
 """
@@ -45,6 +45,7 @@ def without_text(space, path="observation"):
             f"the observation space is nested deeper than {MAX_DEPTH} levels"
         )
     entries = children(space)
+    _check_keys(space)
     if entries is None:
         _check_leaf(space, path)
         return space, []
@@ -81,22 +82,6 @@ def _check_leaf(space, path):
                 f"{path} space {space} has {total:,} choices, expected at most "
                 f"{MAX_CHOICES:,}: use a Box"
             )
-
-
-def choices(space):
-    """Describes an action of the space: (the number of choices of each of its D
-    numbers, its shape, its smallest value). Raises BadInput if the space is not
-    supported."""
-    if isinstance(space, spaces.Discrete):
-        return (int(space.n),), (), int(space.start)
-    if isinstance(space, spaces.MultiDiscrete):
-        return tuple(space.nvec.ravel().tolist()), space.shape, space.start
-    if isinstance(space, spaces.MultiBinary):
-        return (2,) * math.prod(space.shape), space.shape, 0
-    raise BadInput(
-        f"action space {space} is not supported: use Discrete, MultiDiscrete or "
-        "MultiBinary"
-    )
 
 
 def as_declared(x, dtype, shape, name):
@@ -138,7 +123,7 @@ class Observations:
         self.num_envs = num_envs
         self.space, self.texts = without_text(space)
         self._declared = space
-        self._leaves = list(_leaves(space))  # [(keys, name, dtype, shape)]
+        self._leaves = list(space_leaves(space))  # [(keys, name, dtype, shape)]
         self._bounds = dict(_bounds(space))
 
     def stack(self, observations):
@@ -179,7 +164,169 @@ class Observations:
         return _pack(self._declared, iter(arrays))
 
 
-def _leaves(space, keys=()):
+class Actions:
+    """Checks actions and turns them into what environments take.
+
+    An action of E environments is a nest of arrays [E, ...] like the space: int64,
+    counted from 0, of Discrete, MultiDiscrete and MultiBinary; float32 of a Box; a
+    tuple or dict of them of Tuple and Dict.
+
+    space:  of one environment's actions; BadInput if it is not supported
+    leaves: an Action for each array
+    """
+
+    def __init__(self, space, num_envs):
+        self.space = space
+        self.num_envs = num_envs
+        self.leaves = list(_action_leaves(space))
+
+    def nest(self, arrays):
+        """Returns the nest of one array for each leaf."""
+        return _pack(self.space, iter(arrays))
+
+    def zeros(self):
+        """Returns the action of which all numbers are 0."""
+        return self.nest(
+            np.zeros((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.leaves
+        )
+
+    def to_environment(self, action):
+        """Returns (the action as environments take it, the action as it is taken):
+        numbers of a Box are clipped to its bounds. Raises ValueError that names what is
+        no action of the space."""
+        arrays = [self._array(action, leaf) for leaf in self.leaves]
+        for x, leaf in zip(arrays, self.leaves):
+            leaf.check(x)
+        arrays = [leaf.clip(x) for x, leaf in zip(arrays, self.leaves)]
+        given = [leaf.to_environment(x) for x, leaf in zip(arrays, self.leaves)]
+        return self.nest(given), self.nest(arrays)
+
+    def split(self, action):
+        """Returns the E actions of to_environment(), one for each environment."""
+        rows = [leaf.rows(_entry(action, leaf.keys, leaf.name)) for leaf in self.leaves]
+        return [self.nest(row) for row in zip(*rows)]
+
+    def from_bytes(self, data):
+        """Returns the action whose arrays' bytes are in the list. Raises ValueError
+        that says what is wrong with them."""
+        if len(data) != len(self.leaves):
+            raise ValueError(
+                f"the action has {len(data)} arrays, expected {len(self.leaves)}"
+            )
+        arrays = []
+        for x, leaf in zip(data, self.leaves):
+            shape = (self.num_envs, *leaf.shape)
+            size = leaf.dtype.itemsize * math.prod(shape)
+            if len(x) != size:
+                raise ValueError(
+                    f"{leaf.name} has {len(x)} bytes, expected {size}: {leaf.dtype} "
+                    f"{list(shape)}"
+                )
+            arrays.append(np.frombuffer(x, leaf.dtype).reshape(shape))
+            leaf.check(arrays[-1])
+        return self.nest(arrays)
+
+    def _array(self, action, leaf):
+        x = np.asarray(_entry(action, leaf.keys, leaf.name))
+        shape = (self.num_envs, *leaf.shape)
+        if x.shape != shape or not np.can_cast(x.dtype, leaf.dtype, "same_kind"):
+            raise ValueError(
+                f"{leaf.name} is {x.dtype} {list(x.shape)}, expected {leaf.dtype} "
+                f"{list(shape)}"
+            )
+        return x.astype(leaf.dtype, copy=False)
+
+
+class Action:
+    """One array of an action, for one space that is not a Tuple or Dict.
+
+    keys, name:  where it is in the action: ("arm", 0), "action/arm/0"
+    dtype, shape: of the array, without the dimension of environments
+    num_choices: integer array of that shape, how many values each number has; None of a
+                 Box
+    """
+
+    def __init__(self, space, keys):
+        self.keys = keys
+        self.name = "/".join(map(str, ("action", *keys)))
+        self.space = space
+        self.shape = space.shape
+        self.dtype = np.dtype(np.int64)
+        self._start = 0
+        if isinstance(space, spaces.Discrete):
+            self.num_choices, self._start = np.array(space.n), int(space.start)
+        elif isinstance(space, spaces.MultiDiscrete):
+            self.num_choices, self._start = space.nvec, space.start
+        elif isinstance(space, spaces.MultiBinary):
+            self.num_choices = np.full(space.shape, 2)
+        else:
+            self.num_choices, self.dtype = None, np.dtype(np.float32)
+            limits = [np.finfo(t) for t in (np.float32, space.dtype)]
+            limit = float(min(x.max for x in limits))  # Not infinite when it is cast.
+            self._low = space.low.astype(float).clip(-limit, limit)
+            self._high = space.high.astype(float).clip(-limit, limit)
+
+    def clip(self, x):
+        if self.num_choices is not None:
+            return x
+        return np.clip(x, self._low, self._high).astype(np.float32)
+
+    def to_environment(self, x):
+        if self.num_choices is not None:
+            return (x + self._start).astype(self.space.dtype, copy=False)
+        x = x.astype(self.space.dtype)
+        # In float64 the bounds may lie inside of float32's.
+        return np.clip(x, self.space.low, self.space.high)
+
+    def rows(self, x):
+        # Of a Box everything is an array.
+        return map(np.asarray, x) if self.num_choices is None else x
+
+    def check(self, x):
+        """Raises ValueError if an array [E, ...] has numbers that are none of the
+        choices, or are not finite."""
+        if self.num_choices is None:
+            good, expected = np.isfinite(x), "finite numbers"
+        else:
+            good = (0 <= x) & (x < self.num_choices)
+            expected = f"0 to less than {self.num_choices.tolist()}"
+        if not good.all():
+            raise ValueError(
+                f"{self.name} {x.tolist()} is out of bounds, expected {expected}"
+            )
+
+
+def _action_leaves(space, keys=()):
+    entries = children(space)
+    _check_keys(space)
+    if entries is not None and len(keys) < MAX_DEPTH and entries:
+        for key, part in entries:
+            yield from _action_leaves(part, (*keys, key))
+    elif (
+        isinstance(space, LEAVES)
+        and 0 not in space.shape
+        and (not isinstance(space, spaces.Box) or space.dtype.kind == "f")
+    ):
+        yield Action(space, keys)
+    else:
+        raise unsupported_actions(space)
+
+
+def _check_keys(space):
+    for key in space.spaces if isinstance(space, spaces.Dict) else ():
+        if not isinstance(key, str):
+            raise BadInput(f"space {space} has the key {key!r}, expected strings")
+
+
+def unsupported_actions(space):
+    """Returns the BadInput that says so."""
+    return BadInput(
+        f"action space {space} is not supported: use Discrete, MultiDiscrete, "
+        "MultiBinary, a Box of floating point numbers, or a Tuple or Dict of them"
+    )
+
+
+def space_leaves(space, keys=()):
     entries = children(space)
     if entries is None:
         name = "/".join(map(str, ("observation", *keys)))
@@ -188,7 +335,7 @@ def _leaves(space, keys=()):
         return
     for key, part in entries:
         if not is_text(part):
-            yield from _leaves(part, (*keys, key))
+            yield from space_leaves(part, (*keys, key))
 
 
 def _bounds(space, name="observation"):
@@ -201,15 +348,16 @@ def _bounds(space, name="observation"):
         yield name, (space.start, space.start + space.nvec - 1)
 
 
-def _entry(observation, keys, name):
+def _entry(nest, keys, name):
     for key in keys:
         try:
-            observation = observation[key]
+            nest = nest[key]
         except (KeyError, IndexError, TypeError) as e:
+            what, _, _ = name.partition("/")
             raise BadStep(
-                f"{name} is not in the observation, a {type(observation).__name__}"
+                f"{name} is not in the {what}, a {type(nest).__name__}"
             ) from e
-    return observation
+    return nest
 
 
 def _pack(space, arrays):

@@ -24,15 +24,20 @@ from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
 from torchbeast.environment import NAME, leaves
 from torchbeast.flags import number, text_or_path
 from torchbeast.machine import num_cores
-from torchbeast.process import BadInput, Stop, allow_open_files, log
+from torchbeast.process import (
+    REMIND_S,
+    BadInput,
+    Repeated,
+    Stop,
+    allow_open_files,
+    log,
+)
 
 FILES_PER_STREAM = 8
 MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
 MAX_CHANGES = 10  # Changes of the file that are logged one by one.
 MAX_ERROR_CHARACTERS = 1000
 QUIET_S = 10  # At most one line per failing stream in this time.
-# A stream that stays away is logged again after this time, then twice this time, ...
-REMIND_S = 60
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +92,8 @@ def check_open_files(flags, num_streams):
     """Raises BadInput if so many streams, and those of hosts that dial in, need more
     open files than the system allows."""
     guests = 0 if flags.listen is None else flags.max_streams
-    allow_open_files(FILES_PER_STREAM * num_streams + 2 * guests)
+    remedy = ", or use a smaller --max_streams" if guests else ""
+    allow_open_files(FILES_PER_STREAM * num_streams + 2 * guests, remedy)
 
 
 def check_sizes(flags, step, specs):
@@ -157,9 +163,10 @@ class Streams:
     for.
     """
 
-    def __init__(self, actors, flags):
+    def __init__(self, actors, flags, environment):
         self._actors = actors
         self._flags = flags
+        self._environments = [environment]  # And those that were warned of.
         text = flags.server_addresses or ""
         self._path = text[1:] if text.startswith("@") else None
         self._read = None  # What tells whether the file has changed since.
@@ -173,7 +180,9 @@ class Streams:
         if self._path is not None:
             self._follow_file()
         now = time.monotonic()
-        status = [s for s in self._actors.status() if not s["dialed_in"]]
+        status = self._actors.status()
+        self._check_environments(status)
+        status = [s for s in status if not s["dialed_in"]]
         if status and self._actors.rollouts()["delivered"] == 0:
             self._check_first(status)
         if self._guests is not None:
@@ -182,6 +191,20 @@ class Streams:
         self._logs = {s["stream"]: logs.get(s["stream"], StreamLog()) for s in status}
         for s in status:
             self._logs[s["stream"]].update(s, now)
+
+    def _check_environments(self, status):
+        """Warns of environments whose spaces are the learner's, but not their name."""
+        for s in status:
+            name = s["environment"]
+            if name and name not in self._environments and len(self._environments) < 10:
+                log.warning(
+                    "%s steps %.100s, the learner was told of %.100s: both are learned "
+                    "from",
+                    unquote(s["address"]),
+                    name,
+                    self._environments[0],
+                )
+                self._environments.append(name)
 
     def _check_first(self, status):
         """Raises Stop if no stream will ever deliver anything."""
@@ -253,8 +276,9 @@ class Guests:
     """Logs which hosts have dialed in, and why their streams end."""
 
     def __init__(self):
-        self.hosts = {}  # {host: (streams as was logged last, when it was)}
-        self.errors = {}  # {(host, error): (how often, when it is logged next, wait)}
+        # {host: (streams as was logged last, when it was, time until the next line)}
+        self.hosts = {}
+        self.errors = Repeated()
         self.remind_s, self.alone_since = REMIND_S, time.monotonic()
 
     def update(self, actors, now):
@@ -264,12 +288,15 @@ class Guests:
             host_of(s) for s in status if s["dialed_in"] and s["state"] == "running"
         )
         for host in count.keys() | self.hosts.keys():
-            before, logged_at = self.hosts.get(host, (0, -QUIET_S))
-            if count[host] != before and now > logged_at + QUIET_S:
+            before, logged_at, wait_s = self.hosts.get(host, (0, -math.inf, QUIET_S))
+            calm = now > logged_at + 2 * REMIND_S
+            if count[host] != before and now > logged_at + wait_s:
                 log.info("host %s: %d streams, %d before", host, count[host], before)
-                self.hosts[host] = count[host], now
-                if count[host] == 0:
-                    del self.hosts[host]
+                # Ever more rarely, where streams come and go all the time.
+                wait_s = QUIET_S if calm else min(REMIND_S, 2 * wait_s)
+                self.hosts[host] = count[host], now, wait_s
+            elif count[host] == before == 0 and calm:
+                del self.hosts[host]
         for s in actors.take_departed():
             error = last_line(s["last_error"])
             if error != "the host is gone":
@@ -281,14 +308,10 @@ class Guests:
             log.warning("no host has dialed in")
 
     def _log_error(self, host, error, now):
-        if len(self.errors) > 1000:  # Where each is different.
-            self.errors.clear()
-        number, log_at, wait_s = self.errors.get((host, error), (0, now, REMIND_S))
-        number += 1
-        if now >= log_at:
+        same = re.sub(r"0x[0-9a-f]+|\d+", "#", error)  # But for its numbers.
+        number, due = self.errors.count((host, same), now)
+        if due:
             log.warning("host %s: no stream (%d so far): %s", host, number, error)
-            log_at, wait_s = now + wait_s, 2 * wait_s
-        self.errors[host, error] = number, log_at, wait_s
 
 
 def host_of(status):

@@ -14,6 +14,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 try:
@@ -53,6 +54,7 @@ class Host:
     def run(self):
         """Runs it for as long as this process lives, unless its input is bad. Returns
         its exit code then."""
+        threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
         # It gets SIGTERM when this process is gone, however that ends.
         command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m"]
         ran_s = 0
@@ -67,6 +69,14 @@ class Host:
 
     def __repr__(self):
         return self.name
+
+
+def end_with(raylet):
+    """Ends this process when its parent, the node's raylet, is gone. (Ray itself was
+    seen to leave an actor that is busy.)"""
+    while os.getppid() == raylet:
+        time.sleep(1)
+    os._exit(1)
 
 
 def main(argv=None):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polybeast
-from torchbeast import ranks
+from torchbeast import ranks, rollouts
 from torchbeast.environment import leaves
 from torchbeast.flags import number
 from torchbeast.gradients import sum_over_ranks
@@ -57,15 +57,18 @@ class Agent(polybeast.Agent):
         self.adam = torch.optim.Adam(parameters, self.flags.predictor_learning_rate)
 
     def learn(self, batch):
+        real = rollouts.real(batch)  # [T, B]
         x = [o[1:].flatten(2).float() for _, o in leaves(batch["observation"])]
-        errors, bonus = self.novelty(torch.cat(x, dim=2).flatten(0, 1))  # [T * B]
+        errors, real_bonus = self.novelty(torch.cat(x, dim=2)[real])
+        bonus = torch.zeros(real.shape, device=real.device)
+        bonus[real] = real_bonus[:, 0]
         self.adam.zero_grad()
         errors.mean().backward()
         if ranks.current.num > 1:  # The mean over all learners.
             sum_over_ranks(list(self.novelty.predictor.parameters()), {}, weight=1.0)
         self.adam.step()
         # Not in batch["reward"], which the net reads as the last reward.
-        batch = {**batch, "bonus": bonus.view_as(batch["reward"][1:])}  # [T, B]
+        batch = {**batch, "bonus": bonus}  # [T, B]
         statistics = super().learn(batch)
         return {**statistics, "bonus": bonus.mean(), "predictor_error": errors.mean()}
 

@@ -141,6 +141,7 @@ class Pool : public ActorPool {
   static Options short_rollouts(bool check) {
     Options options;
     options.unroll_length = 2;
+    options.one_episode = check;
     options.max_streams = check ? 0 : 1;
     return options;
   }
@@ -197,12 +198,18 @@ void make_consistent(const Nest<ArraySpec>& spec, protocol::Arrays* arrays) {
 
 // What a server of one environment says in three steps.
 protocol::Arrays good_answers() {
+  const std::vector<std::string> keys{"observation", "reward",    "done",
+                                      "terminated",  "truncated", "episode_end"};
+  const ArraySpec flag{{DType::kBool, 8}, {1}};
   const Nest<ArraySpec> step{
       std::make_shared<const Structure>(
-          Structure{Kind::kDict, {"observation", "reward", "done"}, {{}, {}, {}}}),
+          Structure{Kind::kDict, keys, std::vector<Structure>(keys.size())}),
       {{{DType::kInt, 32}, {1, 2}},
        {{DType::kFloat, 32}, {1}},
-       {{DType::kBool, 8}, {1}}}};
+       flag,
+       flag,
+       flag,
+       flag}};
   const Nest<ArraySpec> action{std::make_shared<const Structure>(),
                                {{{DType::kInt, 64}, {1}}}};
   protocol::Response response;

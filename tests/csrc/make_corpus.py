@@ -25,7 +25,7 @@ def answers(env, num_envs, num_steps=4):
     responses = [pb.Response.FromString(encode_step(step))]
     responses[0].welcome.CopyFrom(welcome)
     for _ in range(num_steps):
-        step = env.step(np.zeros((num_envs, *env.action_shape), np.int64))
+        step = env.step(env.actions.zeros())
         responses.append(pb.Response.FromString(encode_step(step)))
     env.close()
     return responses

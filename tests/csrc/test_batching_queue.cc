@@ -104,6 +104,44 @@ TEST_CASE("enqueue blocks while the queue is full") {
   CHECK(queue.size() == 1);
 }
 
+TEST_CASE("room lets in as many of those that are blocked as it has places") {
+  BatchingOptions o = options(4, 4);
+  o.maximum_queue_size = 4;
+  Queue queue(o);
+  for (int i = 0; i < 4; ++i) queue.enqueue(single(count_up({1})), i);
+  std::vector<std::thread> producers;
+  for (int i = 0; i < 8; ++i) {
+    producers.emplace_back([&] { queue.enqueue(single(count_up({1})), 0); });
+  }
+  for (int i = 0; i < 3; ++i) CHECK(queue.dequeue_many().rows == 4);
+  for (std::thread& producer : producers) producer.join();
+  CHECK(queue.size() == 0);
+}
+
+TEST_CASE("a batch is begun by one producer, and by the next if that fails") {
+  std::atomic<int> num_allocations = 0;
+  Queue queue(options(4, 4), [&](size_t n) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (++num_allocations == 1) throw std::bad_alloc();
+    return heap_memory(n);
+  });
+  std::atomic<int> num_failures = 0;
+  std::vector<std::thread> producers;
+  for (int i = 0; i < 5; ++i) {
+    producers.emplace_back([&] {
+      try {
+        queue.enqueue(single(count_up({1})), 0);
+      } catch (const std::invalid_argument&) {
+        ++num_failures;
+      }
+    });
+  }
+  CHECK(queue.dequeue_many().rows == 4);
+  for (std::thread& producer : producers) producer.join();
+  CHECK(num_failures == 1);
+  CHECK(num_allocations == 2);
+}
+
 TEST_CASE("a queue too short for a batch is not full before it has one") {
   BatchingOptions o = options(3, 3);
   o.maximum_queue_size = 1;

@@ -1,0 +1,299 @@
+"""PPO (Schulman et al., "Proximal Policy Optimization Algorithms", arXiv 1707.06347).
+
+    python -m monobeast --agent ppo --env CartPole-v1
+    python -m monobeast --agent ppo --preset mujoco --env HalfCheetah-v5
+    python -m polybeast --agent ppo --preset atari --env PongNoFrameskip-v4
+
+Read it top to bottom: flags, Net, Agent. What it does not define is polybeast.Agent's.
+
+Each batch is learned from several times, in minibatches. A ratio is that of the policy
+that learns to the one that acted, whose parameters are in the rollout: it is right
+however old the rollout. --vtrace corrects its advantages, too (arXiv 1802.01561).
+
+T is the unroll length, B the batch size, P the number of parameters of a distribution.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+import polybeast
+import vtrace
+from torchbeast import distributions, encoders, normalization, ranks
+from torchbeast.distributions import PolicyHead
+from torchbeast.encoders import LSTM, has_images, initialize, make_encoder
+from torchbeast.environment import map_structure
+from torchbeast.flags import number
+from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.normalization import NormalizedEncoder, RunningStatistics
+from torchbeast.process import BadInput
+
+# CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
+PRESETS = {
+    "atari": dict(
+        unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
+        learning_rate=2.5e-4, clipping=0.1, entropy_cost=0.01, net="nature",
+        num_actors=1, envs_per_actor=8, num_servers=1, envs_per_server=8,
+    ),
+    "mujoco": dict(
+        unroll_length=2048, batch_size=1, num_minibatches=32, num_epochs=10,
+        learning_rate=3e-4, clipping=0.2, entropy_cost=0.0, reward_clipping="none",
+        normalize_observations=True, normalize_rewards=True, total_steps=1_000_000,
+        num_actors=0, envs_per_actor=1, num_servers=1, envs_per_server=1,
+    ),
+}  # fmt: skip
+
+
+def parser():
+    """Returns the agent's flags, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("network")
+    encoders.add_flags(g, "nature")
+    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    normalization.add_flags(g)
+
+    g = p.add_argument_group("loss")
+    g.add_argument("--clipping", type=number(float, above=0), default=0.2, metavar="X",
+                   help="largest difference of the ratio of policies from 1 "
+                   "(default: %(default)s)")
+    g.add_argument("--value_clipping", action="store_true",
+                   help="clip the change of the value as well")
+    polybeast.add_loss_flags(g)
+    g.add_argument("--gae_lambda", type=number(float, 0, 1), default=0.95,
+                   metavar="LAMBDA", help="of the advantages (default: %(default)s)")
+    g.add_argument("--vtrace", action="store_true",
+                   help="correct advantages and values for the age of rollouts")
+
+    g = p.add_argument_group("optimizer (Adam)")
+    g.add_argument("--num_epochs", type=number(int, 1), default=4, metavar="N",
+                   help="times that a batch is learned from (default: %(default)s)")
+    g.add_argument("--num_minibatches", type=number(int, 1), default=16, metavar="N",
+                   help="gradient steps of each time (default: %(default)s)")
+    g.add_argument("--learning_rate", type=number(float, above=0), default=2.5e-4,
+                   metavar="X", help="learning rate, which falls linearly to 0 at "
+                   "--total_steps (default: %(default)s)")
+    g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=0.5,
+                   metavar="X", help="largest gradient norm (default: %(default)s)")
+    # fmt: on
+    p.set_defaults(unroll_length=32, batch_size=32)
+    return p
+
+
+class Net(nn.Module):
+    """As polybeast.Net, but policy and value share nothing where there are neither
+    images nor an LSTM, and without one nothing is seen of the last action."""
+
+    def __init__(self, encoder, action_space, use_lstm, shared):
+        super().__init__()
+        self.encoder = encoder
+        self.distribution = distributions.make(action_space)
+        features = encoder.out_features
+        self.core = None
+        if use_lstm:
+            self.core = LSTM(features + self.distribution.num_features + 1)
+            features = self.core.hidden_size
+        self.shared = shared or use_lstm
+        if not self.shared:
+            features //= 2
+        self.policy = PolicyHead(features, self.distribution)
+        self.baseline = nn.Linear(features, 1)
+        initialize(self.policy, gain=0.01)  # Nearly uniform at first.
+        initialize(self.baseline, gain=1)
+
+    def initial_state(self, batch_size):
+        return () if self.core is None else self.core.initial_state(batch_size)
+
+    def forward(self, step, core_state=()):
+        T, B = step["reward"].shape
+        observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
+        x = self.encoder(observation).view(T, B, -1)
+        if self.core is not None:
+            last_action = self.distribution.features(step["last_action"])
+            last_reward = step["reward"].clamp(-1, 1)[..., None]
+            x = torch.cat([x, last_action, last_reward], dim=-1)
+            x, core_state = self.core.unroll(x, step["done"], core_state)
+        of_policy, of_value = (x, x) if self.shared else x.chunk(2, dim=-1)
+        outputs = {
+            "policy_logits": self.policy(of_policy),
+            "baseline": self.baseline(of_value).squeeze(-1),
+        }
+        return outputs, core_state
+
+
+class TwoEncoders(nn.Module):
+    """Encodes observations twice: the first half of the features is the policy's."""
+
+    def __init__(self, policy, value):
+        super().__init__()
+        self.policy, self.value = policy, value
+        self.out_features = policy.out_features + value.out_features
+
+    def forward(self, x):
+        return torch.cat([self.policy(x), self.value(x)], dim=1)
+
+
+class Agent(polybeast.Agent):
+    """PPO with generalized advantage estimation (Schulman et al., arXiv 1506.02438)."""
+
+    def make_encoder(self, observation_space):
+        flags = self.flags
+        bfloat16 = flags.precision == "bfloat16"
+
+        def make():
+            return make_encoder(
+                observation_space, flags.net, bfloat16, "tanh", flags.hidden_sizes
+            )
+
+        shared = has_images(observation_space)
+        encoder = make() if shared else TwoEncoders(make(), make())
+        if flags.normalize_observations:
+            return NormalizedEncoder(observation_space, encoder)
+        return encoder
+
+    def make_net(self, observation_space, action_space):
+        encoder = self.make_encoder(observation_space)
+        shared = has_images(observation_space)
+        return Net(encoder, action_space, self.flags.use_lstm, shared)
+
+    def start_learning(self, device):
+        flags, share = self.flags, ranks.current.share(self.flags.batch_size)
+        if flags.use_lstm and flags.num_minibatches > share:
+            raise BadInput(
+                f"--num_minibatches {flags.num_minibatches} is too large: with "
+                f"--use_lstm, a minibatch has whole rollouts, and a batch has {share}"
+            )
+        super().start_learning(device)
+
+    def make_optimizer(self):
+        return torch.optim.Adam(self.net.parameters(), eps=1e-5, fused=True)
+
+    def learn(self, batch):
+        """Makes num_epochs * num_minibatches gradient steps on one batch [T + 1, B,
+        ...]. Returns the means of what is logged.
+
+        kl is an estimate of KL(policy that acted || policy), clip_fraction how many
+        ratios are clipped, explained_variance what the values explain of the returns'.
+        """
+        learning_rate = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        data, statistics = self.prepare(batch)
+        steps = [
+            self.gradient_step(part)
+            for _ in range(self.flags.num_epochs)
+            for part in self.minibatches(data)
+        ]
+        self.update_statistics(batch)
+        self.step += self.flags.unroll_length * self.flags.batch_size
+        self.updates += 1
+        return {**means(steps), **statistics, "learning_rate": learning_rate}
+
+    @torch.no_grad()
+    def prepare(self, batch):
+        """Returns (what minibatches are made of, what is logged of it): the batch's
+        steps [T, B, ...], on which actions were taken, with
+
+            behavior_log_prob, value, target, advantage  [T, B], of these actions
+            real  [T, B] bool, the step was not the last of an episode
+        """
+        outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
+        log_prob = self.distribution.log_prob
+        behavior_log_prob = log_prob(batch["policy_logits"], batch["action"])
+        log_rhos = torch.zeros_like(behavior_log_prob)
+        if self.flags.vtrace:
+            current = log_prob(outputs["policy_logits"][:-1], batch["action"])
+            log_rhos = current - behavior_log_prob
+        value, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
+        rewards, real = self.rewards(batch), ~batch["done"][1:]
+        discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
+        # With all rhos 1, V-trace's target less the value is GAE's advantage.
+        target = vtrace.from_importance_weights(
+            log_rhos, discounts, rewards, value, bootstrap_value, real,
+            lambda_=self.flags.gae_lambda,
+        ).vs  # fmt: skip
+        following = torch.cat([target[1:] - value[1:], 0 * target[:1]])
+        following = self.flags.gae_lambda * following
+        following += outputs["baseline"][1:]
+        advantage = torch.where(real, rewards + discounts * following - value, 0)
+        moments = RunningStatistics((3,)).to(target.device)
+        moments.update(torch.stack([advantage, target, target - value], -1)[real])
+        mean, variance = moments.mean.float(), moments.variance.float()
+        advantage = (advantage - mean[0]) / (variance[0].sqrt() + 1e-8)
+        unexplained = (variance[2] + mean[2].square()) / variance[1].clamp(min=1e-8)
+        read = ("observation", "reward", "done", "last_action")  # By the network.
+        data = {
+            **map_structure(lambda x: x[:-1], {name: batch[name] for name in read}),
+            "action": batch["action"],
+            "behavior_log_prob": behavior_log_prob,
+            "value": value,
+            "target": target,
+            "advantage": torch.where(real, advantage, 0),
+            "real": real,
+            "core_state": batch["core_state"],
+        }
+        if self.normalized_rewards is not None:
+            data["core_state"], _ = batch["core_state"]
+        if not data["core_state"]:  # Each step stands for itself.
+            data = map_structure(lambda x: x.flatten(0, 1)[None], data)
+        return data, {"explained_variance": 1 - unexplained}
+
+    def minibatches(self, data):
+        """Yields parts of the data in random order: of the steps, or of the rollouts
+        where the network is recurrent."""
+        num = data["real"].shape[1]
+        order = torch.randperm(num, device=data["real"].device)
+        for part in order.tensor_split(min(num, self.flags.num_minibatches)):
+            yield map_structure(lambda x, part=part: x[:, part], data)
+
+    def gradient_step(self, part):
+        parameters = list(self.net.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        outputs, _ = self.net(part, part["core_state"])
+        loss, statistics = self.loss(part, outputs)
+        loss.backward()
+        statistics = {name: x.detach() for name, x in statistics.items()}
+        if ranks.current.num > 1:  # The means over all ranks' real transitions.
+            statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
+        grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
+        self.optimizer.step()
+        return {**statistics, "grad_norm": grad_norm}
+
+    def loss(self, part, outputs):
+        """Returns the loss of a minibatch, for which the net returned outputs [T, B,
+        ...], and what is logged of it: means over real transitions."""
+        flags, real, advantage = self.flags, part["real"], part["advantage"]
+
+        def mean(x):
+            return torch.where(real, x, 0).sum() / real.sum().clamp(min=1)
+
+        logits, value = outputs["policy_logits"], outputs["baseline"]
+        log_ratio = self.distribution.log_prob(logits, part["action"])
+        log_ratio = log_ratio - part["behavior_log_prob"]
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - flags.clipping, 1 + flags.clipping)
+        pg_loss = -mean(torch.min(ratio * advantage, clipped * advantage))
+        error = (value - part["target"]).square()
+        if flags.value_clipping:
+            change = (value - part["value"]).clamp(-flags.clipping, flags.clipping)
+            near = part["value"] + change
+            error = torch.max(error, (near - part["target"]).square())
+        baseline_loss = 0.5 * mean(error)
+        entropy_loss = -mean(self.distribution.entropy(logits))
+        total = pg_loss + flags.baseline_cost * baseline_loss
+        total = total + flags.entropy_cost * entropy_loss
+        return total, {
+            "total_loss": total,
+            "pg_loss": pg_loss,
+            "baseline_loss": baseline_loss,
+            "entropy_loss": entropy_loss,
+            "kl": mean(ratio - 1 - log_ratio),
+            "clip_fraction": mean((ratio != clipped).float()),
+        }
+
+    def learning_rate(self):
+        """The learning rate of the next batch."""
+        left = max(0, 1 - self.step / self.flags.total_steps)
+        return self.flags.learning_rate * left

@@ -1,0 +1,300 @@
+"""R2D2: recurrent Q-learning from prioritised replay; without its LSTM it is DQN.
+
+    python -m monobeast --agent r2d2 --preset r2d2 --env PongNoFrameskip-v4
+    python -m monobeast --agent r2d2 --preset dqn --env PongNoFrameskip-v4
+    python -m monobeast --agent r2d2 --no-use_lstm --env CartPole-v1
+
+Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
+(ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
+1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
+Read it top to bottom: flags, Net, Agent. What it does not define is polybeast.Agent's.
+
+T is the unroll length, K the burn-in, B a batch's samples, A the number of actions. A
+sample is a whole rollout with its recurrent state, [K + T + 1, B, ...]; or, without an
+LSTM, one of its steps and the n after it.
+"""
+
+import argparse
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium import spaces
+from torch import nn
+
+import polybeast
+from torchbeast import encoders, ranks, replay
+from torchbeast.checkpoint import load_weights
+from torchbeast.encoders import initialize, mlp
+from torchbeast.environment import map_structure
+from torchbeast.flags import number
+from torchbeast.gradients import means, set_gradients
+from torchbeast.process import BadInput
+from torchbeast.targets import n_step_returns, rescale, unscale
+
+ETA = 0.9  # A rollout's priority: its largest error, and the rest its mean error.
+PRESETS = {
+    # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py).
+    "r2d2": dict(
+        net="nature", terminal_on_life_loss=False, unroll_length=80, burn_in=40,
+        n_step=5, discounting=0.997, value_rescaling=True, target_interval=2500,
+        exploration=(0.001, 0.1), exploration_steps=250_000, replay_size=1_000_000,
+        replay_start=50_000, replay_ratio=1.0, priority_exponent=0.9,
+        importance_exponent=0.6, learning_rate=1e-4, grad_norm_clipping=80.0,
+    ),
+    # Rlpyt's "ernbw" (atari_dqn.py beside it).
+    "dqn": dict(
+        net="nature", use_lstm=False, reward_clipping="abs_one", target_interval=312,
+        exploration=(0.01, 0.01), exploration_steps=1_000_000, replay_size=1_000_000,
+        replay_start=50_000, replay_batch_size=128, importance_steps=50_000_000,
+        learning_rate=6.25e-5, epsilon=7.8e-5, grad_norm_clipping=10.0,
+    ),
+}  # fmt: skip
+
+
+def parser():
+    """Returns the agent's flags, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("network")
+    encoders.add_flags(g, "shallow")
+    g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=True,
+                   help="a recurrent network, which learns from whole rollouts")
+
+    g = p.add_argument_group("exploration")
+    g.add_argument("--exploration", nargs=2, type=number(float, 0, 1),
+                   default=(0.01, 0.1), metavar=("LOW", "HIGH"),
+                   help="probability of a random action: each episode draws its own, "
+                   "log-uniformly (default: 0.01 0.1)")
+    g.add_argument("--exploration_steps", type=number(int, 0), default=10_000,
+                   metavar="N", help="agent steps over which it falls from 1 to that "
+                   "(default: %(default)s)")
+
+    g = p.add_argument_group("loss")
+    polybeast.add_reward_flags(g, "none")
+    g.add_argument("--n_step", type=number(int, 1, 10**6), default=3, metavar="N",
+                   help="rewards in a target, if its rollout is as long (default: 3)")
+    g.add_argument("--value_rescaling", action=argparse.BooleanOptionalAction,
+                   default=False, help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000")
+    g.add_argument("--target_interval", type=number(int, 1), default=200, metavar="N",
+                   help="gradient steps between copies of the network to the target "
+                   "network (default: %(default)s)")
+    g.add_argument("--burn_in", type=number(int, 0, 10**6), default=10, metavar="K",
+                   help="steps before a rollout on which the LSTM's state is brought "
+                   "up to date (default: %(default)s)")
+
+    g = p.add_argument_group("replay")
+    replay.add_flags(g, size=100_000, ratio=8.0, start=1000, batch=64)
+    replay.add_priority_flags(g)
+
+    g = p.add_argument_group("optimizer (Adam)")
+    g.add_argument("--learning_rate", type=number(float, above=0), default=5e-4,
+                   metavar="X", help="learning rate (default: %(default)s)")
+    g.add_argument("--epsilon", type=number(float, above=0), default=1e-3, metavar="X",
+                   help="term added to the denominator (default: %(default)s)")
+    g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
+                   metavar="X", help="largest gradient norm (default: %(default)s)")
+    # fmt: on
+    p.set_defaults(normalize_observations=False, normalize_rewards=False)
+    return p
+
+
+class Net(polybeast.Net):
+    """outputs["q"] [T, B, A]: the value of each action, by dueling heads."""
+
+    def __init__(self, encoder, action_space, use_lstm):
+        super().__init__(encoder, action_space, use_lstm)
+        # Random actions beyond those of an episode; actors get it with the weights.
+        self.register_buffer("exploration", torch.ones(()))
+
+    def make_heads(self, num_features):
+        self.value = mlp(num_features, num_features, 1)
+        self.advantage = mlp(num_features, num_features, self.distribution.num_params)
+        initialize(self.value)
+        initialize(self.advantage)
+
+    def heads(self, x):
+        advantage = self.advantage(x)
+        return {"q": self.value(x) + advantage - advantage.mean(-1, keepdim=True)}
+
+
+class Agent(polybeast.Agent):
+    """Learns Q-values, in learn(), from samples of what it has seen."""
+
+    def __init__(self, flags, observation_space, action_space):
+        if not isinstance(action_space, spaces.Discrete):
+            need = "needs a Discrete action space, the environment has"
+            raise BadInput(
+                f"--agent r2d2 {need} {action_space}: use --agent ppo or sac"
+            )
+        super().__init__(flags, observation_space, action_space)
+        self.spaces = observation_space, action_space
+        self.burn_in = flags.burn_in if flags.use_lstm else 0
+        self.net.exploration.fill_(flags.exploration_steps > 0)
+
+    def make_net(self, observation_space, action_space):
+        encoder = self.make_encoder(observation_space)
+        return Net(encoder, action_space, self.flags.use_lstm)
+
+    def initial_state(self, batch_size):
+        return self.net.initial_state(batch_size), torch.zeros(1, batch_size)
+
+    @torch.inference_mode()
+    def act(self, step, core_state, greedy=False):
+        """core_state: the network's; each episode's share of random actions [1, B]."""
+        core_state, share = core_state
+        outputs, core_state = self.net(step, core_state)
+        action = outputs["q"].argmax(-1)
+        if not greedy:
+            low, high = np.log(np.clip(self.flags.exploration, 1e-9, 1))
+            drawn = (low + (high - low) * torch.rand_like(share)).exp()
+            share = torch.where(step["done"], drawn, share)
+            probability = share + (1 - share) * self.net.exploration
+            random = torch.randint_like(action, outputs["q"].shape[-1])
+            action = torch.where(torch.rand_like(share) < probability, random, action)
+        return {"action": action}, (core_state, share)
+
+    # Learning.
+
+    def start_learning(self, device):
+        super().start_learning(device)
+        flags = self.flags
+        self.target_net = self.make_net(*self.spaces).requires_grad_(False)
+        self.target_net.to(device, memory_format=torch.channels_last)
+        self.target_net.load_state_dict(self.net.state_dict())
+        self.gradient_steps, T = 0, flags.unroll_length
+        window = min(flags.n_step, T) + 1
+        size = (1, self.burn_in + T + 1) if flags.use_lstm else (T, window)
+        self.replay, self.credit = replay.make(flags, *size, device)
+
+    def make_optimizer(self):
+        flags = self.flags
+        return torch.optim.Adam(
+            self.net.parameters(), flags.learning_rate, eps=flags.epsilon, fused=True
+        )
+
+    def learn(self, batch):
+        """Takes a batch [K + T + 1, B, ...] into the replay and makes the gradient
+        steps that are due. Returns the means of what is logged.
+
+        td_error is the mean absolute error, q the mean value of the actions taken; both
+        are of rescaled values with --value_rescaling.
+        """
+        flags = self.flags
+        items = self.replay.add(batch)
+        with torch.no_grad():
+            errors, real, _ = self.td_errors(batch)
+        self.replay.set_priorities(items, self.priorities(errors, real))
+        T = flags.unroll_length
+        num_learned = flags.replay_batch_size * (T if flags.use_lstm else 1)
+        updates = self.credit.updates(batch, T, num_learned)
+        steps = [self.gradient_step() for _ in updates]
+        self.step += T * flags.batch_size
+        self.updates += 1
+        left = max(0, 1 - self.step / max(1, flags.exploration_steps))
+        self.net.exploration.fill_(left)
+        ratio, size = self.credit.measured, self.replay.size * T
+        logged = dict(replay_size=size, replay_ratio=ratio, exploration=left)
+        return {**means(steps), **logged}
+
+    def gradient_step(self):
+        flags = self.flags
+        num = flags.replay_batch_size // ranks.current.num
+        beta = replay.importance_exponent(flags, self.step)
+        batch, items = self.replay.sample(num, beta)
+        parts = []
+
+        def loss(batch):  # Also of a slice of the batch, where memory asks for it.
+            errors, real, q = self.td_errors(batch, sampled=True)  # [T, B]
+            parts.append((errors.detach(), real))
+            scale = 1 / (len(errors) * flags.replay_batch_size)
+            losses = F.huber_loss(errors, 0 * errors, reduction="none")
+            total = scale * (batch["importance"] * losses).sum()
+            mean_error, mean_q = scale * errors.abs().sum(), scale * q.sum()
+            return total, dict(total_loss=total, td_error=mean_error, q=mean_q)
+
+        parameters = list(self.net.parameters())
+        statistics = set_gradients(parameters, loss, batch)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
+        self.optimizer.step()
+        # (The last ones: of a batch that did not fit, there are more.)
+        errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
+        self.replay.set_priorities(items, self.priorities(errors, real))
+        self.gradient_steps += 1
+        if self.gradient_steps % flags.target_interval == 0:
+            self.target_net.load_state_dict(self.net.state_dict())
+        age = self.replay.age(items) * flags.unroll_length
+        return {**statistics, "grad_norm": grad_norm, "replay_age": age}
+
+    def td_errors(self, batch, sampled=False):
+        """Returns (TD errors [T, B], 0 where no transition is real; which are; the
+        values of the actions taken).
+
+        sampled: of samples, whose first step alone counts if there is no LSTM.
+        """
+        flags, K, n = self.flags, self.burn_in, self.flags.n_step
+        rewards, real = self.rewards(batch)[K:], ~batch["done"][K + 1 :]
+        discounts = flags.discounting * (~batch["terminated"][K + 1 :]).float()
+        returns, discounts, ends = n_step_returns(rewards, discounts, real, n)
+        action = batch["action"][K:]
+        read = ("observation", "reward", "done", "last_action")  # By the network.
+        steps = {name: batch[name] for name in read}
+        core_state, _ = batch["core_state"]
+        if sampled and not flags.use_lstm:
+            returns, discounts, real = returns[:1], discounts[:1], real[:1]
+            action, end = action[:1], ends[0]
+            b = torch.arange(len(end), device=end.device)
+            q = self.values(self.net, map_structure(lambda x: x[:1], steps), core_state)
+            last = map_structure(lambda x: x[end, b][None], steps)
+            with torch.no_grad():
+                last_q = self.values(self.net, last, core_state)
+            following = self.target_values(last_q, last, core_state)
+        else:
+            q = self.values(self.net, steps, core_state)  # [T + 1, B, A]
+            following = self.target_values(q, steps, core_state).gather(0, ends)
+            q = q[:-1]
+        if flags.value_rescaling:
+            target = rescale(returns + discounts * unscale(following))
+        else:
+            target = returns + discounts * following
+        q = q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return torch.where(real, target - q, 0), real, q.detach()
+
+    @torch.no_grad()
+    def target_values(self, q, steps, core_state):
+        """Returns the target network's value [T + 1, B] of the action that the network
+        prefers by its values q [T + 1, B, A] (double Q-learning)."""
+        best = q.argmax(-1, keepdim=True)
+        q = self.values(self.target_net, steps, core_state)
+        return q.gather(-1, best).squeeze(-1)
+
+    def values(self, net, steps, core_state):
+        """Returns the values [T + 1, B, A] of the steps after the burn-in."""
+        K = self.burn_in
+        if K > 0:
+            with torch.no_grad():
+                before = map_structure(lambda x: x[:K], steps)
+                _, core_state = net(before, core_state)
+        outputs, _ = net(map_structure(lambda x: x[K:], steps), core_state)
+        return outputs["q"]
+
+    def priorities(self, errors, real):
+        """Returns the priorities of samples, an array: of rollouts [B] if there is an
+        LSTM, else [T, B]. Those without a real transition have 0."""
+        errors = errors.abs().nan_to_num().double()  # The loss says what is wrong.
+        if self.flags.use_lstm:
+            mean = errors.sum(0) / real.sum(0).clamp(min=1)
+            errors, real = ETA * errors.max(0).values + (1 - ETA) * mean, real.any(0)
+        priorities = (errors + 1e-6) ** self.flags.priority_exponent
+        return torch.where(real, priorities, 0).cpu().numpy()
+
+    def state_dict(self):
+        target, steps = self.target_net.state_dict(), self.gradient_steps
+        return {**super().state_dict(), "target": target, "gradient_steps": steps}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.optimizer is not None:
+            load_weights(self.target_net, state["target"])
+            self.gradient_steps = state["gradient_steps"]
+            self.credit.say_empty()

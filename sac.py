@@ -1,0 +1,268 @@
+"""SAC (Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv
+1812.05905): continuous actions, learned from replay.
+
+    python -m monobeast --agent sac --env Pendulum-v1
+    python -m monobeast --agent sac --preset mujoco --env HalfCheetah-v5
+
+Read it top to bottom: flags, Actor, Critics, Agent. What it does not define is
+polybeast.Agent's.
+
+The actor chooses actions in the bounds of their Box. Two critics learn their values;
+the smaller of both is believed. Entropy is worth as much as keeps that of the policy at
+its target. Entropies are those of numbers in units of their bounds.
+
+B is the number of samples of a batch, P that of a distribution's parameters.
+"""
+
+import argparse
+
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import polybeast
+from torchbeast import distributions, ranks, replay
+from torchbeast.checkpoint import load_weights
+from torchbeast.distributions import PolicyHead
+from torchbeast.encoders import NETS, make_encoder, mlp
+from torchbeast.environment import map_structure
+from torchbeast.flags import number
+from torchbeast.gradients import means, set_gradients
+from torchbeast.process import BadInput
+from torchbeast.spaces import children
+
+HIDDEN = 256
+LOG_STD = -5, 2  # Bounds.
+
+# CleanRL's constants (docs.cleanrl.dev/rl-algorithms/sac).
+PRESETS = {
+    "mujoco": dict(
+        replay_size=1_000_000, replay_start=5000, total_steps=1_000_000,
+        num_actors=0, envs_per_actor=1, num_servers=1, envs_per_server=1,
+        batch_size=1, unroll_length=8,
+    ),
+}  # fmt: skip
+
+
+def parser():
+    """Returns the agent's flags, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("network")
+    g.add_argument("--net", default="shallow", choices=NETS,
+                   help="network for images (default: %(default)s)")
+
+    g = p.add_argument_group("loss")
+    polybeast.add_reward_flags(g, "none")
+    g.add_argument("--target_entropy", type=number(float), metavar="X",
+                   help="entropy of the policy, of numbers from -1 to 1 (default: -1 "
+                   "for each number of an action)")
+    g.add_argument("--target_rate", type=number(float, 0, 1), default=0.005,
+                   metavar="TAU", help="part of the way that the target networks go to "
+                   "the critics in a gradient step (default: %(default)s)")
+
+    g = p.add_argument_group("replay")
+    replay.add_flags(g, size=100_000, ratio=256.0, start=1000, batch=256)
+
+    g = p.add_argument_group("optimizers (Adam)")
+    g.add_argument("--learning_rate", type=number(float, above=0), default=3e-4,
+                   metavar="X", help="of the actor (default: %(default)s)")
+    g.add_argument("--critic_learning_rate", type=number(float, above=0), default=1e-3,
+                   metavar="X", help="of critics and the weight of entropy "
+                   "(default: %(default)s)")
+    # fmt: on
+    p.set_defaults(normalize_observations=False, normalize_rewards=False)
+    # A policy is to act soon after it has learned, as it learns from each step.
+    p.set_defaults(batch_size=4, unroll_length=2, envs_per_actor=4, envs_per_server=4)
+    return p
+
+
+class Actor(nn.Module):
+    """Maps observations [N, ...] to the parameters [N, P] of a distribution."""
+
+    def __init__(self, encoder, distribution):
+        super().__init__()
+        self.encoder = encoder
+        self.distribution = distribution
+        self.layers = mlp(encoder.out_features, HIDDEN, HIDDEN)
+        self.policy = PolicyHead(HIDDEN, distribution, state_dependent_std=True)
+        self.register_buffer("log_stds", distribution.log_stds, persistent=False)
+
+    def forward(self, observation):
+        params = self.policy(self.layers(self.encoder(observation)).relu())
+        low, high = LOG_STD
+        log_std = low + (high - low) * (params.tanh() + 1) / 2
+        return torch.where(self.log_stds, log_std, params)
+
+
+class Critic(nn.Module):
+    """Maps observations [N, ...] and features [N, F] of actions to values [N]."""
+
+    def __init__(self, encoder, num_features):
+        super().__init__()
+        self.encoder = encoder
+        self.layers = mlp(encoder.out_features + num_features, HIDDEN, HIDDEN, 1)
+
+    def forward(self, observation, action):
+        x = torch.cat([self.encoder(observation), action], dim=1)
+        return self.layers(x).squeeze(1)
+
+
+class Agent(polybeast.Agent):
+    """Learns an actor and two critics, in learn(), from samples of what it has seen."""
+
+    def __init__(self, flags, observation_space, action_space):
+        if not is_continuous(action_space):
+            raise BadInput(
+                f"--agent sac needs an action space of Boxes, the environment has "
+                f"{action_space}: use --agent polybeast, ppo or r2d2"
+            )
+        super().__init__(flags, observation_space, action_space)
+        self.observation_space = observation_space
+        self.distribution = self.net.distribution
+
+    def make_encoder(self, observation_space):
+        bfloat16 = self.flags.precision == "bfloat16"
+        return make_encoder(observation_space, self.flags.net, bfloat16, "flat")
+
+    def make_net(self, observation_space, action_space):
+        distribution = distributions.make(action_space, squashed=True)
+        return Actor(self.make_encoder(observation_space), distribution)
+
+    def initial_state(self, batch_size):
+        return ()
+
+    @torch.inference_mode()
+    def act(self, step, core_state, greedy=False):
+        observation = map_structure(lambda x: x[0], step["observation"])
+        choose = self.distribution.mode if greedy else self.distribution.sample
+        action = self.distribution.to_action(choose(self.net(observation)))
+        return {"action": map_structure(lambda x: x[None], action)}, core_state
+
+    # Learning.
+
+    def start_learning(self, device):
+        flags, num_features = self.flags, self.distribution.num_features
+
+        def make_critics():
+            return nn.ModuleList(
+                Critic(self.make_encoder(self.observation_space), num_features)
+                for _ in range(2)
+            ).to(device, memory_format=torch.channels_last)
+
+        self.critics, self.target_critics = make_critics(), make_critics()
+        self.target_critics.load_state_dict(self.critics.state_dict())
+        self.target_critics.requires_grad_(False)
+        # Of the weight of entropy.
+        self.log_alpha = torch.zeros((), device=device, requires_grad=True)
+        self.target_entropy = flags.target_entropy
+        if self.target_entropy is None:
+            self.target_entropy = -num_features
+        self.replay, self.credit = replay.make(flags, flags.unroll_length, 2, device)
+        super().start_learning(device)
+
+    def make_optimizer(self):
+        flags = self.flags
+        critics = [*self.critics.parameters(), self.log_alpha]
+        groups = [
+            {"params": list(self.net.parameters()), "lr": flags.learning_rate},
+            {"params": critics, "lr": flags.critic_learning_rate},
+        ]
+        return torch.optim.Adam(groups, fused=True)
+
+    def learn(self, batch):
+        """Takes a batch [T + 1, B, ...] into the replay and makes the gradient steps
+        that are due. Returns the means of what is logged."""
+        flags = self.flags
+        items = self.replay.add(batch)  # [T, B]
+        self.replay.set_priorities(items, ~batch["done"][1:].cpu())  # All the same.
+        T = flags.unroll_length
+        updates = self.credit.updates(batch, T, flags.replay_batch_size)
+        steps = [self.gradient_step() for _ in updates]
+        self.step += T * flags.batch_size
+        self.updates += 1
+        return {
+            **means(steps),
+            "replay_size": self.replay.size * T,
+            "replay_ratio": self.credit.measured,
+        }
+
+    def gradient_step(self):
+        flags = self.flags
+        num = flags.replay_batch_size // ranks.current.num
+        batch, items = self.replay.sample(num)
+        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        statistics = set_gradients(parameters, self.loss, batch)
+        self.optimizer.step()
+        update = torch.optim.swa_utils.get_ema_multi_avg_fn(1 - flags.target_rate)
+        targets = list(self.target_critics.parameters())
+        update(targets, list(self.critics.parameters()), None)
+        age = self.replay.age(items) * flags.unroll_length
+        return {**statistics, "replay_age": age}
+
+    def loss(self, batch):
+        """Returns the loss of transitions [2, B, ...] of a batch, or of a part of it,
+        and what is logged of it. Both are means over the whole batch."""
+        now, following = (
+            map_structure(lambda x, i=i: x[i], batch["observation"]) for i in (0, 1)
+        )
+        scale, alpha = 1 / self.flags.replay_batch_size, self.log_alpha.exp()
+        weight = alpha.detach()
+        with torch.no_grad():
+            action, log_prob = self.sample_action(following)
+            value = self.values(self.target_critics, following, action).min(0).values
+            discount = self.flags.discounting * ~batch["terminated"][1]
+            target = self.rewards(batch)[0] + discount * (value - weight * log_prob)
+        taken = self.distribution.features(batch["action"])[0]
+        q = self.values(self.critics, now, taken)  # [2, B]
+        critic_loss = scale * (q - target).square().sum()
+
+        action, log_prob = self.sample_action(now)
+        self.critics.requires_grad_(False)  # They don't learn what the actor likes.
+        value = self.values(self.critics, now, action).min(0).values
+        self.critics.requires_grad_(True)
+        actor_loss = scale * (weight * log_prob - value).sum()
+        gap = scale * (-log_prob.detach() - self.target_entropy).sum()
+        total = critic_loss + actor_loss + self.log_alpha * gap
+        return total, {
+            "critic_loss": critic_loss,
+            "actor_loss": actor_loss,
+            "q": scale * q.mean(0).sum(),
+            "entropy": -scale * log_prob.sum(),
+            "alpha": scale * len(log_prob) * weight,
+        }
+
+    def sample_action(self, observation):
+        """Returns (features [N, F] of actions that the actor samples, their
+        log-probabilities [N] in units of bounds), with gradients to the actor."""
+        params = self.net(observation)
+        x = self.distribution.rsample(params)
+        log_prob = self.distribution.log_prob(params, x) + self.distribution.log_units
+        return self.distribution.features(self.distribution.to_action(x)), log_prob
+
+    def values(self, critics, observation, action):
+        return torch.stack([critic(observation, action) for critic in critics])
+
+    def state_dict(self):
+        return {
+            **super().state_dict(),
+            "critics": self.critics.state_dict(),
+            "target_critics": self.target_critics.state_dict(),
+            "log_alpha": self.log_alpha.detach(),
+        }
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.optimizer is not None:
+            load_weights(self.critics, state["critics"])
+            load_weights(self.target_critics, state["target_critics"])
+            with torch.no_grad():
+                self.log_alpha.copy_(state["log_alpha"])
+            self.credit.say_empty()
+
+
+def is_continuous(space):
+    parts = children(space)
+    if parts:
+        return all(is_continuous(part) for _, part in parts)
+    return isinstance(space, spaces.Box) and space.dtype.kind == "f"

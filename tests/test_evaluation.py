@@ -1,0 +1,143 @@
+"""Greedy episodes beside training."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+import monobeast
+import polybeast_env
+from tests.programs import main, read_logs
+from torchbeast.agents import make_agent
+from torchbeast.environment import probe
+from torchbeast.evaluation import Evaluator
+from torchbeast.process import log
+
+CATCH = "tests.envs:torchbeast/Catch-v0"
+
+
+def make(create_env=polybeast_env.create_env, env=CATCH):
+    """(flags, agent, Evaluator)"""
+    flags = monobeast.program_parser().parse_args(
+        ["--env", env, "--eval_interval_steps", "100", "--num_test_episodes", "3",
+         "--seed", "1", "--precision", "float32"]
+    )  # fmt: skip
+    agent = make_agent(flags, probe(polybeast_env.create_env, flags, 1)[0])
+    return flags, agent, Evaluator(create_env, flags, step=0)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def result_of(evaluator):
+    results = []
+
+    def arrived():
+        results.append(evaluator.take())
+        return results[-1] is not None
+
+    wait_for(arrived)
+    return results[-1]
+
+
+def test_the_weights_that_were_offered_play_greedily():
+    _, agent, evaluator = make()
+    try:
+        with torch.no_grad():
+            for step, action in ((100, 0), (200, 2)):
+                agent.net.policy.weight.zero_()
+                agent.net.policy.bias.zero_()
+                agent.net.policy.bias[action] = 1  # Least of it is chance.
+                evaluator.offer(step, agent.net)
+                assert result_of(evaluator) in (-1, -1 / 3, 1 / 3, 1)
+    finally:
+        evaluator.close()
+
+
+def test_nothing_is_sent_before_the_interval_or_while_it_plays(monkeypatch):
+    _, agent, evaluator = make()
+    sent = []
+    monkeypatch.setattr(evaluator, "_send", sent.append)
+    try:
+        for step in (0, 60, 99):
+            evaluator.offer(step, agent.net)
+        assert not sent
+        for step in (101, 201, 301):
+            evaluator.offer(step, agent.net)
+        wait_for(lambda: len(sent) == 1)
+        assert evaluator.take() is None
+    finally:
+        evaluator.close()
+
+
+def raises(flags, num_envs, *args):
+    raise RuntimeError("no such display")
+
+
+@pytest.mark.survives("evaluation-dies")
+def test_what_goes_wrong_in_it_is_logged_and_ends_the_evaluation_alone(monkeypatch):
+    logged = []
+    monkeypatch.setattr(log, "error", lambda text, *args: logged.append(text % args))
+    _, agent, evaluator = make(raises)
+    wait_for(lambda: evaluator.take() or logged)
+    assert "evaluation ends: " in logged[0] and "no such display" in logged[0]
+    evaluator.offer(100, agent.net)
+    assert evaluator.take() is None and len(logged) == 1
+    evaluator.close()
+
+
+@pytest.mark.survives("evaluation-dies")
+def test_a_killed_one_is_noticed(monkeypatch):
+    logged = []
+    monkeypatch.setattr(log, "error", lambda text, *args: logged.append(text % args))
+    _, agent, evaluator = make()
+    os.kill(evaluator._process.pid, signal.SIGKILL)
+    wait_for(lambda: evaluator.take() or logged)
+    assert logged == ["evaluation ends: its process has ended, exit code -9"]
+    evaluator.offer(100, agent.net)
+    evaluator.close()
+
+
+def forks(flags, num_envs, *args):
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(5)
+
+
+@pytest.mark.survives("evaluation-dies")
+def test_a_dead_one_is_noticed_although_its_environment_forked(monkeypatch):
+    logged = []
+    monkeypatch.setattr(log, "error", lambda text, *args: logged.append(text % args))
+    _, _, evaluator = make(forks)
+    wait_for(lambda: evaluator.take() or logged)
+    assert logged == ["evaluation ends: its process has ended, exit code 5"]
+
+
+def test_it_ends_when_the_learner_is_gone():
+    _, _, evaluator = make()
+    evaluator._connection.close()
+    evaluator._process.join(timeout=60)
+    assert evaluator._process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
+def test_runs_log_it_and_leave_no_process(module, tmp_path):
+    args = ["--env", CATCH, "--savedir", tmp_path, "--xpid", "x"]
+    size = ["--num_actors", 1] if module == "monobeast" else ["--num_servers", 1]
+    result = main(
+        *args, *size, "--total_steps", 30_000, "--eval_interval_steps", 500,
+        "--num_test_episodes", 2, "--log_interval_steps", 500, module=module,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in read_logs(tmp_path / "x") if row["eval_return"]]
+    assert rows and all(-1 <= float(row["eval_return"]) <= 1 for row in rows)
+    assert "2 greedy episodes, mean return" in result.stderr + result.stdout
+    left = psutil.Process().children(recursive=True)
+    assert not [p for p in left if "spawn_main" in " ".join(p.cmdline())]

@@ -1,0 +1,239 @@
+"""Running statistics of observations and rewards."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import monobeast
+import polybeast
+from tests import envs
+from tests.programs import main, read_logs
+from tests.test_agent import collect, make_actor, parse
+from torchbeast import checkpoint, environment, ranks
+from torchbeast.normalization import (
+    LIMIT,
+    NormalizedEncoder,
+    NormalizedRewards,
+    RunningStatistics,
+)
+
+OBSERVATIONS = ("--normalize_observations",)
+REWARDS = ("--normalize_rewards",)
+
+
+def batches(seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        torch.from_numpy(rng.normal(1e6, (1, 1e-3), (n, 2)).astype(np.float64))
+        for n in (1, 50, 7, 1000)
+    ]
+
+
+def test_they_are_the_mean_and_variance_of_all_that_came():
+    statistics = RunningStatistics((2,))
+    for x in batches():
+        statistics.update(x)
+    everything = torch.cat(batches()).numpy()
+    np.testing.assert_allclose(statistics.mean, everything.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(statistics.variance, everything.var(0), rtol=1e-4)
+    assert statistics.count == len(everything)
+
+
+def test_before_anything_came_numbers_stay_as_they_are_but_for_the_limit():
+    x = torch.tensor([0.0, -3.0, 1e9])
+    normalized = RunningStatistics()(x)
+    torch.testing.assert_close(normalized, torch.tensor([0.0, -3.0, LIMIT]))
+
+
+def test_constant_observations_become_zero_and_not_nan():
+    statistics = RunningStatistics((1,))
+    statistics.update(torch.full((10, 1), 5.0))
+    assert statistics(torch.full((3, 1), 5.0)).eq(0).all()
+
+
+def test_those_of_two_ranks_are_one(monkeypatch):
+    meeting = threading.Barrier(2)
+    sent = [None, None]
+
+    class Rank:
+        num = 2
+
+        def sum(self, x):
+            sent[own.rank] = x.clone()
+            meeting.wait()
+            x.copy_(sent[0] + sent[1])
+            meeting.wait()
+
+    own = threading.local()
+    monkeypatch.setattr(ranks, "current", Rank())
+    first, second = torch.rand(10, 3), torch.rand(20, 3)
+    both, other = RunningStatistics((3,)), RunningStatistics((3,))
+
+    def run(rank, statistics, x):
+        own.rank = rank
+        statistics.update(x)
+
+    thread = threading.Thread(target=run, args=(1, other, second))
+    thread.start()
+    run(0, both, first)
+    thread.join()
+    assert torch.equal(both.variance, other.variance)
+    expected = torch.cat([first, second])
+    np.testing.assert_allclose(both.mean, expected.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(both.variance, expected.var(0, correction=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("constant", [123456.789, 1e8 / 3, -1e-3, 3e38, 1e200])
+@pytest.mark.parametrize("n", [1, 77, 651])
+def test_a_constant_of_any_size_has_no_variance(constant, n):
+    statistics = RunningStatistics((1,))
+    for _ in range(3):
+        x = torch.full((n, 1), constant, dtype=torch.float64)
+        statistics.update(x)
+        assert 0 <= statistics.variance < 1e-20 * min(constant, 1e100) ** 2
+        assert statistics(x).isfinite().all()
+
+
+def test_the_first_batch_may_be_far_from_zero():
+    x = torch.from_numpy(1e8 + np.random.default_rng(1).normal(size=(100, 1)))
+    statistics = RunningStatistics((1,))
+    statistics.update(x)
+    np.testing.assert_allclose(statistics.variance, x.var(0, correction=0), rtol=1e-6)
+
+
+def test_the_largest_rewards_become_numbers():
+    normalized = NormalizedRewards(0.99)
+    batch = {
+        "reward": torch.full((5, 2), 3e38),
+        "done": torch.zeros(5, 2, dtype=torch.bool),
+    }
+    state = normalized.initial_state(2)
+    normalized.update(batch, state)
+    assert normalized(batch["reward"]).isfinite().all()
+
+
+def test_only_numbers_are_normalized():
+    space = spaces.Dict(
+        image=spaces.Box(0, 255, (16, 16, 3), np.uint8),
+        pair=spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))]),
+        bytes=spaces.Box(0, 255, (4,), np.uint8),
+    )
+    seen = []
+
+    class Encoder(torch.nn.Module):
+        out_features = 1
+
+        def forward(self, x):
+            seen.append(x)
+            return torch.zeros(len(x["bytes"]), 1)
+
+    encoder = NormalizedEncoder(space, Encoder())
+    observation = {
+        "image": torch.full((5, 16, 16, 3), 7, dtype=torch.uint8),
+        "pair": (torch.ones(5, dtype=torch.int64), torch.randn(5, 2) + 50),
+        "bytes": torch.full((5, 4), 9, dtype=torch.uint8),
+    }
+    encoder.update(observation)
+    encoder(observation)
+    for got, expected in (
+        (seen[0]["image"], observation["image"]),
+        (seen[0]["bytes"], observation["bytes"]),
+        (seen[0]["pair"][0], observation["pair"][0]),
+    ):
+        assert got is expected
+    numbers = seen[0]["pair"][1]
+    torch.testing.assert_close(numbers.mean(0), torch.zeros(2), rtol=0, atol=1e-4)
+    torch.testing.assert_close(numbers.std(0, correction=0), torch.ones(2))
+
+
+def test_the_discounted_return_crosses_rollouts_and_ends_with_episodes():
+    flags = parse(*REWARDS, "--discounting", 0.5)
+    env = environment.Environment([envs.Counter(), envs.Counter()])
+    actor, buffers, arrays = make_actor(flags, env)
+    rewards, dones, got = [], [], []
+    normalized = NormalizedRewards(0.5)
+    for _ in range(4):
+        actor.rollout(arrays, [0, 1])
+        items = [(0, 0), (1, 0)]
+        batch, _, _ = monobeast.make_batch(
+            buffers, items, torch.device("cpu"), flags.unroll_length
+        )
+        first = 1 if rewards else 0
+        rewards += batch["reward"][first:].tolist()
+        dones += batch["done"][first:].tolist()
+        got += normalized.returns(batch, batch["core_state"][1])[first:].tolist()
+    expected, g = [], np.zeros(2)
+    for reward, done in zip(rewards, dones):
+        g = np.where(done, 0, np.array(reward) + 0.5 * g)
+        expected.append(g)
+    assert any(any(done) for done in dones[1:])
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("flag", ["--normalize_rewards", "--reward_clipping=none"])
+def test_learned_rewards_are_divided_and_reported_ones_are_not(flag):
+    flags = parse(flag)
+    env = environment.Environment([envs.Counter() for _ in range(4)])
+    actor, batch = collect(flags, env)
+    actor.agent.start_learning(torch.device("cpu"))
+    before = actor.agent.rewards(batch)
+    torch.testing.assert_close(before, batch["reward"][1:])
+    actor.agent.learn(batch)
+    after = actor.agent.rewards(batch)
+    if flag == "--normalize_rewards":
+        returns = actor.agent.normalized_rewards.returns(batch, batch["core_state"][1])
+        std = returns[1:].std(correction=0)
+        torch.testing.assert_close(after, batch["reward"][1:] / std)
+    else:
+        torch.testing.assert_close(after, before)
+
+
+def test_what_acted_on_a_batch_learns_from_it_by_the_same_statistics():
+    flags = parse(*OBSERVATIONS)
+    env = environment.Environment([envs.Counter() for _ in range(4)])
+    actor, batch = collect(flags, env)
+    actor.agent.start_learning(torch.device("cpu"))
+    outputs, _ = actor.agent.unroll(batch, batch["core_state"])
+    torch.testing.assert_close(outputs["policy_logits"][:-1], batch["policy_logits"])
+    actor.agent.learn(batch)
+    assert actor.agent.net.encoder.statistics[0].count == batch["done"][1:].numel()
+
+
+def test_they_are_published_to_actors_and_in_checkpoints():
+    flags = parse(*OBSERVATIONS, *REWARDS)
+    env = environment.Environment([envs.Counter() for _ in range(4)])
+    actor, batch = collect(flags, env)
+    agent = actor.agent
+    agent.start_learning(torch.device("cpu"))
+    agent.learn(batch)
+    others = polybeast.Agent(flags, env.observation_space, env.action_space)
+    others.start_learning(torch.device("cpu"))
+    data = checkpoint.to_bytes(agent.state_dict())
+    others.load_state_dict(checkpoint.from_bytes(data))
+    mean = agent.net.encoder.statistics[0].mean
+    assert (mean != 0).any()
+    assert torch.equal(others.net.encoder.statistics[0].mean, mean)
+    expected = agent.normalized_rewards.statistics.variance
+    assert torch.equal(others.normalized_rewards.statistics.variance, expected)
+    assert "encoder.statistics.0.mean" in agent.net.state_dict()  # Published.
+
+
+@pytest.mark.parametrize("agent", ["polybeast", "ppo"])
+@pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
+def test_a_normalized_run_resumes_and_is_tested(agent, lstm, tmp_path):
+    args = [
+        "--agent", agent, "--env", "CartPole-v1", "--num_actors", 0, *OBSERVATIONS,
+        *REWARDS, *lstm, "--savedir", tmp_path, "--xpid", "x", "--batch_size", 4,
+        "--envs_per_actor", 4, "--log_interval_steps", 100, "--unroll_length", 10,
+    ]  # fmt: skip
+    if agent == "ppo":
+        args += ["--num_minibatches", 2]
+    for steps in (400, 800):
+        result = main(*args, "--total_steps", steps)
+        assert result.returncode == 0, result.stderr
+    assert int(read_logs(tmp_path / "x")[-1]["step"]) == 800
+    result = main(*args, "--mode", "test", "--num_test_episodes", 1)
+    assert result.returncode == 0 and "1 episodes" in result.stdout, result.stderr

@@ -1,0 +1,302 @@
+"""ppo.py, against slow references."""
+
+import copy
+
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import monobeast
+import polybeast_env
+import ppo
+from tests import envs
+from tests.programs import main, read_logs
+from tests.test_agent import make_actor
+from torchbeast import environment
+from torchbeast.environment import map_structure
+from torchbeast.flags import parse_args
+
+T, B = 7, 4
+CPU = torch.device("cpu")
+
+
+def parse(*args):
+    argv = ["--agent", "ppo", "--num_actors", 0, "--unroll_length", T]
+    argv += [
+        "--num_minibatches",
+        4,
+        "--batch_size",
+        B,
+        "--envs_per_actor",
+        B,
+        "--reward_clipping",
+        "none",
+    ]
+    flags = parse_args(
+        monobeast.program_parser("ppo"), [str(a) for a in [*argv, *args]]
+    )
+    monobeast.set_defaults(flags)
+    flags.precision = "float32"
+    return flags
+
+
+def collect(*args, env=envs.Memory):
+    """(agent, batch [T + 1, B, ...] that its own network has acted)."""
+    flags = parse(*args)
+    env = environment.Environment([env() for _ in range(B)])
+    torch.manual_seed(1)
+    agent = ppo.Agent(flags, env.observation_space, env.action_space)
+    nn.init.normal_(agent.net.policy.weight)  # Not uniform.
+    _, buffers, arrays = make_actor(flags, env)
+    actor = monobeast.Actor(flags, env, agent, 5)
+    for _ in range(3):
+        actor.rollout(arrays, list(range(B)))
+    batch, _, _ = monobeast.make_batch(buffers, [(i, 0) for i in range(B)], CPU, T)
+    agent.start_learning(CPU)
+    return agent, batch
+
+
+def values_of(agent, batch):
+    with torch.no_grad():
+        outputs, _ = agent.unroll(batch, batch["core_state"])
+    return outputs["baseline"]
+
+
+def advantages(agent, batch):
+    """[T, B] by the definition. An episode that is cut off is bootstrapped."""
+    gamma, lambda_ = agent.flags.discounting, agent.flags.gae_lambda
+    v, result = values_of(agent, batch), torch.zeros(T, B)
+    for b in range(B):
+        following = 0.0
+        for t in reversed(range(T)):
+            if batch["done"][t + 1, b]:  # From a last observation to a first one.
+                following = 0.0
+                continue
+            left = gamma * (not batch["terminated"][t + 1, b])
+            delta = batch["reward"][t + 1, b] + left * v[t + 1, b] - v[t, b]
+            following = result[t, b] = delta + left * lambda_ * following
+    return result
+
+
+class Cut(envs.Memory):
+    """Memory, of which half of the episodes are cut off at the first step."""
+
+    def step(self, action):
+        observation, reward, terminated, _, info = super().step(action)
+        cut = self.t == 1 and self.cue == 1
+        return observation, reward, terminated, cut and not terminated, info
+
+
+@pytest.mark.parametrize("args", [[], ["--vtrace"], ["--use_lstm"]])
+def test_advantages_and_targets_are_those_of_the_definition(args):
+    agent, batch = collect(*args, env=Cut)
+    assert batch["truncated"][1:].any() and batch["terminated"][1:].any()
+    expected, real = advantages(agent, batch), ~batch["done"][1:]
+    assert not real.all()
+    data, _ = agent.prepare(batch)
+    target = (values_of(agent, batch)[:-1] + expected).reshape_as(data["target"])
+    torch.testing.assert_close(data["target"], target)
+    normal = (expected - expected[real].mean()) / expected[real].std(correction=0)
+    got = data["advantage"].reshape(T, B)
+    torch.testing.assert_close(got[real], normal[real], rtol=1e-4, atol=1e-4)
+    assert torch.equal(data["real"].reshape(T, B), real)
+
+
+def test_with_vtrace_old_rollouts_are_corrected_and_without_they_are_not():
+    for args, differs in (([], False), (["--vtrace"], True)):
+        agent, batch = collect(*args)
+        before, _ = agent.prepare(batch)
+        batch["policy_logits"] = batch["policy_logits"].flip(-1)  # Another one acted.
+        after, _ = agent.prepare(batch)
+        assert torch.equal(before["target"], after["target"]) != differs
+
+
+def test_the_ratio_is_that_to_the_policy_that_acted():
+    """Its gradient is checked against differences after the policy has changed: a ratio
+    to the policy itself would be 1 and never clipped."""
+    agent, batch = collect("--entropy_cost", 0, "--baseline_cost", 0)
+    data, _ = agent.prepare(batch)
+    with torch.no_grad():
+        for parameter in agent.net.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    outputs, _ = agent.net(data, data["core_state"])
+    loss, statistics = agent.loss(data, outputs)
+
+    acted = torch.log_softmax(batch["policy_logits"], -1).flatten(0, 1)
+    now = torch.log_softmax(outputs["policy_logits"][0], -1)
+    chosen = batch["action"].reshape(-1, 1)
+    expected, num, num_clipped = 0.0, 0, 0
+    for i in range(T * B):
+        if not data["real"][0, i]:
+            continue
+        ratio = (now[i, chosen[i]] - acted[i, chosen[i]]).exp().squeeze()
+        advantage = data["advantage"][0, i]
+        clipped = ratio.clamp(0.8, 1.2)
+        expected = expected - torch.min(ratio * advantage, clipped * advantage)
+        num_clipped += int(ratio != clipped)
+        num += 1
+    expected = expected / num
+    assert 0 < num_clipped < num
+    torch.testing.assert_close(loss, expected)
+    assert statistics["clip_fraction"].item() == pytest.approx(num_clipped / num)
+    assert statistics["kl"] > 0.01
+    weights = list(agent.net.policy.parameters())
+    for got, want in zip(
+        torch.autograd.grad(loss, weights, retain_graph=True),
+        torch.autograd.grad(expected, weights),
+    ):
+        assert want.abs().max() > 1e-4
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("args", [[], ["--use_lstm"]])
+def test_at_first_the_ratio_is_one(args):
+    agent, batch = collect(*args)
+    data, _ = agent.prepare(batch)
+    outputs, _ = agent.net(data, data["core_state"])
+    _, statistics = agent.loss(data, outputs)
+    assert abs(statistics["kl"]) < 1e-6 and statistics["clip_fraction"] == 0
+
+
+def test_the_value_may_be_clipped():
+    agent, batch = collect("--value_clipping", "--clipping", 0.1)
+    data, _ = agent.prepare(batch)
+    outputs, _ = agent.net(data, data["core_state"])
+    moved = {**outputs, "baseline": data["value"] + 1}
+    _, statistics = agent.loss(data, moved)
+    errors = torch.max(
+        (data["value"] + 1 - data["target"]).square(),
+        (data["value"] + 0.1 - data["target"]).square(),
+    )
+    expected = 0.5 * errors[data["real"]].mean()
+    torch.testing.assert_close(statistics["baseline_loss"], expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "shape"), [([], (1, T * B)), (["--use_lstm"], (T, B))], ids=str
+)
+def test_each_epoch_has_each_step_once_and_whole_rollouts_for_an_lstm(args, shape):
+    agent, batch = collect(*args)
+    data, _ = agent.prepare(batch)
+    assert data["real"].shape == shape
+    data["number"] = torch.arange(T * B).view(shape)
+    parts = list(agent.minibatches(data))
+    assert len(parts) == agent.flags.num_minibatches == 4
+    assert all(len(part["number"]) == shape[0] for part in parts)
+    together = torch.cat([part["number"].flatten() for part in parts])
+    assert sorted(together.tolist()) == list(range(T * B))
+    assert together.tolist() != list(range(T * B))
+    for part in parts:
+        for x in ("reward", "advantage", "action"):
+            picked = data[x].flatten(0, 1)[part["number"].flatten()]
+            assert torch.equal(part[x].flatten(0, 1), picked)
+
+
+def test_a_batch_is_learned_from_in_epochs_of_minibatches():
+    agent, batch = collect("--num_epochs", 3, "--num_minibatches", 2)
+    steps = []
+    agent.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    before = copy.deepcopy(agent.net.state_dict())
+    agent.flags.total_steps = 4 * T * B
+    statistics = agent.learn(batch)
+    assert len(steps) == 6
+    assert statistics["learning_rate"] == 2.5e-4
+    assert any((before[k] != x).any() for k, x in agent.net.state_dict().items())
+    assert agent.step == T * B and agent.updates == 1
+    assert agent.learn(batch)["learning_rate"] == pytest.approx(0.75 * 2.5e-4)
+    assert all(torch.as_tensor(x).isfinite() for x in statistics.values())
+
+
+def test_what_does_not_lead_from_an_action_is_not_learned_from():
+    agent, batch = collect()
+    fake = batch["done"][1:]
+    assert fake.any()
+    data, _ = agent.prepare(batch)
+    outputs, _ = agent.net(data, data["core_state"])
+    loss, _ = agent.loss(data, outputs)
+    batch["action"][fake] = 1 - batch["action"][fake]
+    batch["reward"][1:][fake] = 1e6
+    data, _ = agent.prepare(batch)
+    again, _ = agent.loss(data, outputs)
+    torch.testing.assert_close(loss, again)
+
+
+def test_a_batch_without_a_real_transition_changes_nothing_to_nan():
+    agent, batch = collect()
+    batch["done"][:] = True
+    agent.learn(batch)
+    assert all(x.isfinite().all() for x in agent.net.parameters())
+
+
+def test_advantages_far_from_zero_are_normalized():
+    agent, batch = collect()
+    batch["terminated"][1:] = ~batch["done"][1:]
+    batch["reward"] = 1e5 + torch.randn(T + 1, B)
+    data, _ = agent.prepare(batch)
+    got = data["advantage"][data["real"]]
+    torch.testing.assert_close(got.std(correction=0), torch.ones(()), rtol=0.01, atol=0)
+
+
+def test_more_minibatches_than_rollouts_are_refused_with_an_lstm(tmp_path):
+    args = ["--agent", "ppo", "--env", "CartPole-v1", "--use_lstm", "--batch_size", 8]
+    result = main(*args, "--num_actors", 0, "--savedir", tmp_path)
+    assert result.returncode == 2
+    assert "--num_minibatches 16 is too large: with --use_lstm" in result.stderr
+
+
+def test_presets_are_defaults_that_flags_override(tmp_path):
+    flags = parse_args(
+        monobeast.program_parser("ppo"),
+        ["--agent", "ppo", "--preset", "mujoco", "--clipping", "0.3"],
+    )
+    assert (flags.unroll_length, flags.batch_size) == (2048, 1)
+    assert flags.normalize_rewards and flags.clipping == 0.3
+    assert not hasattr(flags, "num_servers")
+    args = ["--agent", "ppo", "--env", "tests.envs:torchbeast/CatchPixels-v0",
+            "--savedir", tmp_path, "--xpid", "x"]  # fmt: skip
+    small = ["--preset", "atari", "--net", "shallow", "--unroll_length", 5,
+             "--num_actors", 0, "--total_steps", 80]  # fmt: skip
+    result = main(*args, *small, "--log_interval_steps", 40)
+    assert result.returncode == 0, result.stderr
+    assert float(read_logs(tmp_path / "x")[0]["learning_rate"]) == 2.5e-4
+    # A test takes the checkpoint's flags, not the preset's.
+    result = main(*args[2:], "--mode", "test", "--num_test_episodes", 1)
+    assert result.returncode == 0, result.stderr
+
+
+def test_policy_and_value_share_nothing_without_images_and_all_with_them():
+    flags = parse()
+    space, action = spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,))
+    step = {
+        "observation": torch.rand(1, 5, 3), "reward": torch.zeros(1, 5),
+        "done": torch.zeros(1, 5, dtype=torch.bool),
+        "last_action": torch.zeros(1, 5, 2),
+    }  # fmt: skip
+    net = ppo.Agent(flags, space, action).net
+    outputs, _ = net(step)
+    outputs["baseline"].sum().backward()
+    with_gradient = {
+        name
+        for name, x in net.named_parameters()
+        if x.grad is not None and x.grad.abs().sum() > 0
+    }
+    assert with_gradient and not any("policy" in name for name in with_gradient)
+    image = spaces.Box(0, 255, (40, 40, 3), "uint8")
+    assert ppo.Agent(flags, image, action).net.shared
+
+
+def test_deviations_are_numbers_of_their_own():
+    flags = parse()
+    env = polybeast_env.create_env(
+        polybeast_env.environment_parser().parse_args(["--env", "Pendulum-v1"]), 2
+    )
+    agent = ppo.Agent(flags, env.observation_space, env.action_space)
+    step = map_structure(lambda x: torch.from_numpy(x)[None], env.initial(1))
+    outputs, _ = agent.net(step)
+    log_stds = outputs["policy_logits"][..., 1]
+    assert log_stds.eq(0).all()
+    nn.init.normal_(agent.net.policy.weight)
+    outputs, _ = agent.net(step)
+    assert outputs["policy_logits"][..., 1].eq(0).all()
+    assert outputs["policy_logits"][..., 0].std() > 0

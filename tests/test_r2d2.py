@@ -1,0 +1,421 @@
+"""r2d2.py, against slow references."""
+
+import copy
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import monobeast
+import r2d2
+from tests import envs
+from tests.programs import (
+    SMALL,
+    Program,
+    main,
+    poly_first,
+    read_logs,
+    run,
+    wait_for_steps,
+)
+from tests.test_agent import batches, make_actor
+from torchbeast import environment, replay
+from torchbeast.environment import map_structure
+from torchbeast.flags import parse_args
+from torchbeast.process import BadInput
+from torchbeast.targets import n_step_returns, rescale, unscale
+
+T, B, K = 7, 4, 3
+CPU = torch.device("cpu")
+DQN = ["--no-use_lstm"]
+
+
+def parse(*args):
+    argv = ["--agent", "r2d2", "--num_actors", 0, "--unroll_length", T]
+    argv += ["--batch_size", B, "--envs_per_actor", B, "--burn_in", K]
+    argv += ["--replay_start", 0, "--replay_size", 1000, "--replay_batch_size", 6]
+    flags = parse_args(
+        monobeast.program_parser("r2d2"), [str(a) for a in [*argv, *args]]
+    )
+    monobeast.set_defaults(flags)
+    flags.precision = "float32"
+    return flags
+
+
+def make_agent(*args, env=envs.Memory, seed=1):
+    """(agent, an iterator of batches [K + T + 1, B, ...] that it has acted)."""
+    flags = parse(*args)
+    env = environment.Environment([env() for _ in range(B)])
+    torch.manual_seed(seed)
+    agent = r2d2.Agent(flags, env.observation_space, env.action_space)
+    agent.start_learning(CPU)
+    for net in (agent.net, agent.target_net):  # Two different ones.
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.1)
+    return agent, batches(*make_actor(flags, env, seed=3, agent=agent))
+
+
+# Targets.
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 20])
+def test_n_step_targets_are_those_of_a_slow_loop(n):
+    torch.manual_seed(n)
+    steps, gamma = 30, 0.9
+    rewards, values = torch.randn(2, steps + 1, B, dtype=torch.float64)
+    rewards = rewards[:-1]
+    last = torch.rand(steps, B) < 0.2  # Of an episode.
+    terminated = last & (torch.rand(steps, B) < 0.5)
+    done = torch.zeros(steps + 1, B, dtype=torch.bool)
+    done[1:][1:] = last[:-1]  # last[t] is about step t + 1.
+    real = ~done[1:]
+    discounts = gamma * (~terminated).double()
+    returns, left, ends = n_step_returns(rewards, discounts, real, n)
+    got = returns + left * values.gather(0, ends)
+    for b in range(B):
+        for t in range(steps):
+            if done[t + 1, b]:
+                continue  # No action led there: there is no target.
+            target, weight, i = 0.0, 1.0, t
+            while i < min(t + n, steps):
+                target += weight * rewards[i, b]
+                weight *= gamma * (not terminated[i, b])
+                i += 1
+                if last[i - 1, b]:
+                    break
+            target += weight * values[i, b]
+            torch.testing.assert_close(got[t, b], target)
+
+
+def test_rescaling_is_undone_by_its_inverse():
+    x = torch.tensor([-1e4, -20, -0.5, 0, 1e-3, 3, 400, 1e6], dtype=torch.float64)
+    torch.testing.assert_close(unscale(rescale(x)), x)
+    torch.testing.assert_close(rescale(torch.tensor([3.0])), torch.tensor([1.003]))
+
+
+def slow_errors(agent, batch):
+    """[T, B] by the definition: the target network's value of the action the network
+    prefers."""
+    flags, K = agent.flags, agent.burn_in
+    with torch.no_grad():
+        q, target_q = (
+            net(batch, batch["core_state"][0])[0]["q"]
+            for net in (agent.net, agent.target_net)
+        )
+    result = torch.zeros(T, B)
+    for b in range(B):
+        for t in range(K, K + T):
+            if batch["done"][t + 1, b]:
+                continue
+            target, weight, i = 0.0, 1.0, t
+            while i < min(t + flags.n_step, K + T) and (
+                i == t or not batch["done"][i + 1, b]
+            ):
+                i += 1
+                target += weight * batch["reward"][i, b]
+                weight *= flags.discounting * (not batch["terminated"][i, b])
+            value = target_q[i, b, q[i, b].argmax()]
+            if flags.value_rescaling:
+                target = rescale(target + weight * unscale(value))
+            else:
+                target = target + weight * value
+            result[t - K, b] = target - q[t, b, batch["action"][t, b]]
+    return result
+
+
+@pytest.mark.parametrize("rescaling", [[], ["--value_rescaling"]])
+@pytest.mark.parametrize("args", [[], DQN])
+@pytest.mark.parametrize("env", [envs.Memory, envs.Counter])
+def test_errors_are_those_of_a_slow_loop(env, args, rescaling):
+    agent, acted = make_agent(*args, *rescaling, "--n_step", 3, env=env)
+    next(acted)
+    batch = next(acted)
+    errors, real, _ = agent.td_errors(batch)
+    torch.testing.assert_close(errors, slow_errors(agent, batch))
+    assert torch.equal(real, ~batch["done"][agent.burn_in + 1 :])
+    assert not real.all() and (errors[real] != 0).all()
+
+
+@pytest.mark.parametrize("args", [[], DQN])
+def test_samples_have_the_errors_they_had_as_new_rollouts(args):
+    agent, acted = make_agent(*args, "--n_step", 3)
+    expected = {}
+    for _ in range(3):
+        batch = next(acted)
+        items = agent.replay.add(batch)
+        with torch.no_grad():
+            errors, real, _ = agent.td_errors(batch)
+        agent.replay.set_priorities(items, agent.priorities(errors, real))
+        by_item = errors.reshape(items.shape[0], -1, B)  # DQN's items are steps.
+        for i, b in np.ndindex(items.shape):
+            expected[items[i, b]] = by_item[i, :, b]
+    batch, items = agent.replay.sample(16)
+    errors, real, _ = agent.td_errors(batch, sampled=True)
+    for b, item in enumerate(items):
+        torch.testing.assert_close(errors[:, b], expected[item], atol=1e-5, rtol=1e-4)
+
+
+def test_a_rollouts_priority_is_of_its_largest_and_its_mean_error():
+    agent, _ = make_agent("--priority_exponent", 2)
+    errors = torch.tensor([[1.0, 0, 0], [-3, 2, 0]])
+    real = torch.tensor([[True, False, False], [True, True, False]])
+    expected = [(0.9 * 3 + 0.1 * 2) ** 2, 2**2, 0]
+    np.testing.assert_allclose(agent.priorities(errors, real), expected, rtol=1e-5)
+
+
+# Burn-in.
+
+
+def test_the_state_after_the_burn_in_is_that_of_a_full_unroll():
+    agent, acted = make_agent()
+    before = after = next(acted)
+    for _ in range(3):
+        before, after = after, next(acted)
+        whole = map_structure(
+            lambda x, y: torch.cat([x, y[K + 1 :]]),
+            {k: before[k] for k in ("observation", "reward", "done", "last_action")},
+            after,
+        )
+        with torch.no_grad():
+            expected, _ = agent.net(whole, before["core_state"][0])
+            steps = {k: after[k] for k in whole}
+            got = agent.values(agent.net, steps, after["core_state"][0])
+        torch.testing.assert_close(got, expected["q"][K + T :])
+
+
+def test_no_gradient_comes_from_the_burn_in():
+    agent, acted = make_agent()
+    next(acted)
+    batch = next(acted)
+    batch["observation"].requires_grad_()
+    errors, _, _ = agent.td_errors(batch)
+    errors.square().sum().backward()
+    gradient = batch["observation"].grad.abs().flatten(2).sum(2)  # [K + T + 1, B]
+    assert (gradient[:K] == 0).all()
+    assert (gradient[K : K + T].sum(1) > 0).all()
+    assert (gradient[-1] == 0).all()  # Nor from targets.
+
+
+# Learning.
+
+
+def test_a_learner_learns_as_often_as_the_ratio_says_and_copies_its_target():
+    agent, acted = make_agent("--replay_ratio", 2, "--target_interval", 3)
+    steps = 0
+    for i in range(1, 9):
+        before = copy.deepcopy(agent.target_net.state_dict())
+        statistics = agent.learn(next(acted))
+        assert agent.gradient_steps == i * B * 2 // 6  # Rollouts new and learned from.
+        copied = agent.gradient_steps // 3 > steps // 3
+        steps = agent.gradient_steps
+        same = all(
+            torch.equal(x, before[k]) for k, x in agent.target_net.state_dict().items()
+        )
+        assert same != copied
+    assert statistics["replay_ratio"] == pytest.approx(2, rel=0.1)
+    assert statistics["replay_size"] == 8 * B * T
+    assert {"total_loss", "td_error", "q", "grad_norm", "replay_age"} < set(statistics)
+
+
+def test_nothing_is_learned_before_there_is_enough():
+    agent, acted = make_agent("--replay_start", 3 * B * T)
+    for _ in range(2):
+        statistics = agent.learn(next(acted))
+        assert agent.gradient_steps == 0 and "total_loss" not in statistics
+    agent.learn(next(acted))
+    assert agent.gradient_steps > 0
+
+
+def test_a_checkpoint_has_the_target_network_too():
+    agent, acted = make_agent()
+    agent.learn(next(acted))
+    saved = copy.deepcopy(agent.state_dict())
+    other, _ = make_agent(seed=2)
+    other.load_state_dict(saved)
+    for ours, theirs in ((agent.net, other.net), (agent.target_net, other.target_net)):
+        for x, y in zip(ours.state_dict().values(), theirs.state_dict().values()):
+            assert torch.equal(x, y)
+    assert other.gradient_steps == agent.gradient_steps > 0
+    assert other.replay.size == 0
+    del saved["target"]
+    with pytest.raises(KeyError, match="target"):
+        other.load_state_dict(saved)
+
+
+def test_the_correction_for_priorities_rises_to_1():
+    flags = parse("--importance_exponent", 0.4, "--importance_steps", 100)
+    for step, expected in ((0, 0.4), (50, 0.7), (100, 1), (500, 1)):
+        assert replay.importance_exponent(flags, step) == pytest.approx(expected)
+
+
+# Exploration.
+
+
+def shares_of(agent, num_steps=1, envs=4000, done=True):
+    step = {
+        "observation": torch.zeros(1, envs, 3),
+        "reward": torch.zeros(1, envs),
+        "done": torch.full((1, envs), done),
+        "last_action": torch.zeros(1, envs, dtype=torch.int64),
+    }
+    return step, agent.initial_state(envs)
+
+
+def test_each_episode_has_its_own_share_of_random_actions():
+    agent, _ = make_agent("--exploration", 0.01, 0.1)
+    agent.net.exploration.zero_()
+    step, state = shares_of(agent)
+    _, (_, share) = agent.act(step, state)
+    logs = share.log10()
+    assert -2 <= logs.min() < -1.99 and -1.01 < logs.max() <= -0.999
+    assert logs.mean() == pytest.approx(-1.5, abs=0.05)  # Log-uniform.
+    _, (_, again) = agent.act({**step, "done": ~step["done"]}, (state[0], share))
+    assert torch.equal(again, share)  # For the whole episode.
+
+
+@pytest.mark.parametrize("left", [1.0, 0.5, 0.0])
+def test_random_actions_are_as_many_as_the_schedule_says(left):
+    agent, _ = make_agent("--exploration", 0.2, 0.2)
+    agent.net.exploration.fill_(left)
+    step, state = shares_of(agent)
+    best = agent.act(step, state, greedy=True)[0]["action"]
+    assert (best == best[0, 0]).all()
+    action = agent.act(step, state)[0]["action"]
+    others = (action != best).float().mean()
+    assert others == pytest.approx((0.2 + 0.8 * left) / 2, abs=0.03)  # Of 2 actions.
+
+
+def test_exploration_falls_with_the_steps():
+    agent, acted = make_agent("--exploration_steps", 4 * B * T)
+    for i in range(1, 6):
+        agent.learn(next(acted))
+        assert agent.net.exploration == pytest.approx(max(0, 1 - i / 4))
+
+
+# Bad input, presets, programs.
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 3])], ids=str
+)
+def test_actions_that_are_not_discrete_are_refused_by_name(space):
+    with pytest.raises(BadInput, match="needs a Discrete action space, the environm"):
+        r2d2.Agent(parse(), spaces.Box(-1, 1, (3,)), space)
+
+
+def test_a_replay_smaller_than_its_start_is_one_line(tmp_path):
+    result = main("--agent", "r2d2", "--env", "CartPole-v1", "--num_actors", 0,
+                  "--replay_size", 500, "--savedir", tmp_path)  # fmt: skip
+    assert result.returncode == 2
+    assert "--replay_size 500 is too small: expected 1000 or more" in result.stderr
+
+
+@pytest.mark.parametrize("preset", r2d2.PRESETS)
+def test_presets_have_flags_that_are_there(preset):
+    flags = vars(parse("--preset", preset))
+    assert r2d2.PRESETS[preset].keys() <= flags.keys()
+
+
+@pytest.mark.parametrize("args", [[], DQN])
+def test_a_run_is_resumed_with_an_empty_replay_and_says_so(tmp_path, args):
+    def train(steps):
+        return main("--agent", "r2d2", "--env", "CartPole-v1", "--num_actors", 0,
+                    "--replay_start", 200, "--total_steps", steps, "--xpid", "x",
+                    "--savedir", tmp_path, *args)  # fmt: skip
+
+    assert train(2000).returncode == 0
+    result = train(4000)
+    assert result.returncode == 0, result.stderr
+    assert "replay is empty: learning goes on after 200 new steps" in result.stderr
+    rows = read_logs(tmp_path / "x")
+    assert max(float(row["replay_size"]) for row in rows) < 2500
+    assert float(rows[-1]["total_loss"]) > 0
+
+
+def ratio_of(savedir):
+    rows = [row for row in read_logs(savedir / "x") if row["total_loss"]]
+    return float(rows[-1]["replay_ratio"]), rows
+
+
+@pytest.mark.parametrize(
+    ("env", "ratio"),
+    [
+        pytest.param("CartPole-v1", 16, id="slow learner"),
+        pytest.param(
+            "tests.faulty_envs:Quick-v0", 1, id="slow actors", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_program_keeps_the_ratio_and_survives_a_killed_actor(tmp_path, env, ratio):
+    args = ["--agent", "r2d2", *DQN, "--env", env, "--num_actors", 2, "--xpid", "x"]
+    args += ["--envs_per_actor", 4, "--replay_ratio", ratio, "--replay_start", 500]
+    args += ["--total_steps", 4000, "--batch_size", 2, "--savedir", tmp_path]
+    with Program(*args) as program:
+        wait_for_steps(tmp_path, 1000)
+        os.kill(program.workers()[0], signal.SIGKILL)
+        program.wait_for("is restarted")
+        assert program.end() == 0
+    measured, rows = ratio_of(tmp_path)
+    assert measured == pytest.approx(ratio, rel=0.01)
+    assert all(float(row["replay_age"]) > 0 for row in rows)
+
+
+@poly_first
+def test_a_signal_does_not_wait_for_all_gradient_steps_that_are_due(tmp_path, module):
+    args = ["--agent", "r2d2", *DQN, "--env", "CartPole-v1", "--xpid", "x", "--savedir"]
+    args += [tmp_path, "--replay_ratio", 10**6, "--log_interval_steps", 40]
+    with Program(*args, *SMALL[module], module=module) as program:
+        wait_for_steps(tmp_path, 480)  # The batch after 1,000 steps does not end.
+        time.sleep(2)
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
+    assert "stopped by SIGINT" in program.output
+    assert (tmp_path / "x" / "model.tar").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [["r2d2"], ["r2d2", *DQN], ["sac"]])
+def test_several_learners_learn_the_same_from_replays_of_their_own(tmp_path, agent):
+    env = "Pendulum-v1" if agent == ["sac"] else "CartPole-v1"
+    args = ["--agent", *agent, "--env", env, "--num_actors", 0, "--xpid", "x"]
+    args += ["--replay_ratio", 4, "--replay_start", 500, "--replay_batch_size", 32]
+    args += ["--total_steps", 4000, "--savedir", tmp_path, "--batch_size", 2]
+    result = run(*args, "--envs_per_actor", 2, ranks=2)
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in read_logs(tmp_path / "x") if row["replay_age"]]
+    assert float(rows[-1]["replay_ratio"]) == pytest.approx(4, rel=0.05)
+    assert "2 learners on 1 hosts: each has 1 of 2 rollouts" in result.stderr
+
+
+@pytest.mark.slow
+def test_memory_longer_than_the_burn_in_needs_the_stored_state(tmp_path):
+    """A cue before the burn-in is known from the recurrent state alone."""
+    (tmp_path / "forgets.py").write_text("""
+import r2d2
+from r2d2 import parser
+from torchbeast.environment import map_structure
+
+class Agent(r2d2.Agent):
+    def td_errors(self, batch, sampled=False):
+        state = map_structure(lambda x: 0 * x, batch["core_state"])
+        return super().td_errors({**batch, "core_state": state}, sampled)
+""")
+    args = ["--env", "tests.envs:torchbeast/Memory-v0", "--num_actors", 0]
+    args += ["--seed", 1, "--total_steps", 40_000, "--savedir", tmp_path]
+    args += ["--unroll_length", 1, "--burn_in", 1, "--replay_batch_size", 256]
+    args += ["--batch_size", 32, "--replay_ratio", 4]
+    best = {}
+    for agent in ("r2d2", "forgets"):
+        result = run(
+            "--agent", agent, *args, "--xpid", agent,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        rows = [row for row in read_logs(tmp_path / agent) if row["episode_return"]]
+        best[agent] = np.mean([float(row["episode_return"]) for row in rows[-10:]])
+    assert best["r2d2"] > 0.6 > 0.3 > best["forgets"], best

@@ -1,0 +1,227 @@
+"""sac.py, against slow references."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import monobeast
+import sac
+from tests import envs
+from tests.programs import main, read_logs
+from tests.test_agent import batches, make_actor
+from torchbeast import environment
+from torchbeast.environment import map_structure
+from torchbeast.flags import parse_args
+from torchbeast.process import BadInput
+
+T, B = 5, 4
+CPU = torch.device("cpu")
+
+
+class Swing(envs.Target):
+    """Target with episodes of four steps, of two numbers in different units."""
+
+    def __init__(self):
+        super().__init__()
+        low, high = np.array([10, -1], np.float32), np.array([30, 1], np.float32)
+        self.action_space = spaces.Dict(
+            a=spaces.Box(low, high), b=spaces.Box(0, 1, (2, 2))
+        )
+
+    def reset(self, **kwargs):
+        self.t = 0
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.t += 1
+        reward = float(action["a"][1]) + float(action["b"].sum())
+        return self.number, reward, self.t == 4, self.t == 3 and reward > 2, {}
+
+
+def make_agent(*args, env=Swing, seed=1):
+    """(agent, an iterator of batches [T + 1, B, ...] that it has acted)."""
+    argv = ["--agent", "sac", "--num_actors", 0, "--unroll_length", T, "--batch_size"]
+    argv += [B, "--envs_per_actor", B, "--replay_start", 0, "--replay_size", 1000]
+    argv += ["--replay_batch_size", 6, "--replay_ratio", 6]
+    argv = [str(a) for a in [*argv, *args]]
+    flags = parse_args(monobeast.program_parser("sac"), argv)
+    monobeast.set_defaults(flags)
+    flags.precision = "float32"
+    env = environment.Environment([env() for _ in range(B)])
+    torch.manual_seed(seed)
+    agent = sac.Agent(flags, env.observation_space, env.action_space)
+    agent.start_learning(CPU)
+    for parameter in agent.target_critics.parameters():  # Other ones.
+        parameter.mul_(1.5)
+    return agent, batches(*make_actor(flags, env, seed=3, agent=agent))
+
+
+def sampled(agent, acted, num=6):
+    for _ in range(3):
+        batch = next(acted)
+        items = agent.replay.add(batch)
+        agent.replay.set_priorities(items, ~batch["done"][1:])
+    return agent.replay.sample(num)[0]
+
+
+def test_only_real_transitions_are_learned_from():
+    agent, acted = make_agent()
+    samples = [copy.deepcopy(sampled(agent, acted)) for _ in range(20)]
+    for name, some in (("done", False), ("terminated", True), ("truncated", True)):
+        assert any(sample[name][1].any() for sample in samples) == some
+
+
+def test_critics_learn_the_reward_and_the_soft_value_of_what_follows():
+    agent, acted = make_agent("--discounting", 0.9)
+    batch = sampled(agent, acted)
+    agent.log_alpha.data.fill_(-1)
+    torch.manual_seed(7)
+    _, statistics = agent.loss(batch)
+    torch.manual_seed(7)
+    now, following = batch["observation"]
+    with torch.no_grad():
+        params = agent.net(following)
+        x = agent.distribution.rsample(params)
+        action = agent.distribution.features(agent.distribution.to_action(x))
+        values = [critic(following, action) for critic in agent.target_critics]
+        log_prob = agent.distribution.log_prob(params, x) + agent.distribution.log_units
+        expected = 0.0
+        taken = agent.distribution.features(batch["action"])[0]
+        for b in range(6):
+            soft = min(v[b] for v in values) - np.exp(-1) * log_prob[b]
+            left = 0.9 * (not batch["terminated"][1, b])
+            target = batch["reward"][1, b] + left * soft
+            for critic in agent.critics:
+                value = critic(now[b : b + 1], taken[b : b + 1])[0]
+                expected += (value - target) ** 2 / 6
+    torch.testing.assert_close(statistics["critic_loss"], expected)
+
+
+def gradients(agent, batch):
+    agent.optimizer.zero_grad()
+    agent.loss(batch)[0].backward()
+
+
+def test_the_actor_learns_from_critics_and_they_do_not_learn_from_it():
+    agent, acted = make_agent()
+    batch = sampled(agent, acted)
+    agent.log_alpha.data.fill_(-100)  # Entropy is worth nothing.
+    torch.manual_seed(7)
+    gradients(agent, batch)
+    got = [p.grad.clone() for p in agent.critics.parameters()]
+    torch.manual_seed(7)
+    _, statistics = agent.loss(batch)
+    expected = torch.autograd.grad(
+        statistics["critic_loss"], list(agent.critics.parameters())
+    )
+    for x, y in zip(got, expected):
+        torch.testing.assert_close(x, y)
+    torch.manual_seed(7)
+    _, statistics = agent.loss(batch)
+    expected = torch.autograd.grad(
+        statistics["actor_loss"], list(agent.net.parameters())
+    )
+    for p, y in zip(agent.net.parameters(), expected):
+        torch.testing.assert_close(p.grad, y)
+        assert y.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("target", "sign"), [(-50, 1), (50, -1)])
+def test_entropy_is_worth_less_while_it_is_above_its_target(target, sign):
+    agent, acted = make_agent("--target_entropy", target)
+    gradients(agent, sampled(agent, acted))
+    assert torch.sign(agent.log_alpha.grad) == sign
+
+
+def test_entropy_is_that_of_numbers_in_units_of_their_bounds():
+    """A wide policy has nearly the uniform one's, log 2 for each number."""
+    agent, _ = make_agent()
+    D = agent.distribution.num_features
+    assert D == 6 and agent.target_entropy == -6
+    params = torch.zeros(20_000, 2 * D)
+    params[:, agent.distribution.log_stds] = np.log(0.87)
+    agent.net = lambda observation: params
+    _, log_prob = agent.sample_action(None)
+    assert -log_prob.mean() == pytest.approx(D * np.log(2), abs=0.2)
+
+
+def test_actions_are_in_their_bounds_and_greedy_ones_always_the_same():
+    agent, acted = make_agent()
+    batch = next(acted)
+    action = batch["action"]
+    assert (action["a"][..., 0] >= 10).all() and (action["a"][..., 0] <= 30).all()
+    assert (action["b"] >= 0).all() and (action["b"] <= 1).all()
+    step = map_structure(lambda x: x[:1], {"observation": batch["observation"]})
+    first, second = (agent.act(step, (), greedy=True)[0]["action"] for _ in range(2))
+    assert torch.equal(first["a"], second["a"])
+    assert not torch.equal(
+        agent.act(step, ())[0]["action"]["a"], agent.act(step, ())[0]["action"]["a"]
+    )
+
+
+def test_target_critics_follow_slowly():
+    agent, acted = make_agent("--target_rate", 0.1)
+    before = copy.deepcopy(list(agent.target_critics.parameters()))
+    sampled(agent, acted)
+    agent.gradient_step()
+    for x, y, z in zip(
+        before, agent.target_critics.parameters(), agent.critics.parameters()
+    ):
+        torch.testing.assert_close(y, 0.9 * x + 0.1 * z)
+
+
+def test_a_step_is_learned_from_as_often_as_the_ratio_says():
+    agent, acted = make_agent()
+    for _ in range(4):
+        statistics = agent.learn(next(acted))
+    assert statistics["replay_ratio"] == 6  # An update of 6 samples for each step.
+    assert statistics["replay_size"] == 4 * B * T
+    assert {"critic_loss", "actor_loss", "alpha", "entropy"} < set(statistics)
+
+
+def test_a_checkpoint_has_all_that_learns():
+    agent, acted = make_agent()
+    agent.learn(next(acted))
+    saved = copy.deepcopy(agent.state_dict())
+    other, _ = make_agent(seed=2)
+    other.load_state_dict(saved)
+    assert other.log_alpha == agent.log_alpha != 0
+    for name in ("net", "critics", "target_critics"):
+        for x, y in zip(
+            getattr(agent, name).parameters(), getattr(other, name).parameters()
+        ):
+            assert torch.equal(x, y)
+    del saved["critics"]
+    with pytest.raises(KeyError, match="critics"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("space", "match"),
+    [
+        (spaces.Discrete(3), r"needs an action space of Boxes, the environment has D"),
+        (spaces.Tuple([spaces.Box(-1, 1), spaces.Discrete(2)]), "needs an action spac"),
+        (spaces.Box(-np.inf, np.inf, (2,)), "expected finite bounds"),
+    ],
+    ids=str,
+)
+def test_other_actions_are_refused_by_name(space, match):
+    flags = make_agent()[0].flags
+    with pytest.raises(BadInput, match=match):
+        sac.Agent(flags, spaces.Box(-1, 1, (3,)), space)
+
+
+def test_a_run_goes_on_with_its_weights_and_an_empty_replay(tmp_path):
+    def train(steps):
+        result = main("--agent", "sac", "--env", "Pendulum-v1", "--num_actors", 0,
+                      "--replay_start", 100, "--total_steps", steps, "--xpid", "x",
+                      "--replay_ratio", 8, "--savedir", tmp_path)  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    train(1000)
+    assert "learning goes on after 100 new steps" in train(2000)
+    assert float(read_logs(tmp_path / "x")[-1]["replay_size"]) < 1000

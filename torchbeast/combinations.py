@@ -1,0 +1,112 @@
+"""What varies from run to run: from a command line to the runs' names and commands."""
+
+import itertools
+import math
+import os
+import re
+import shlex
+import subprocess
+
+from torchbeast.process import BadInput
+
+MAX_RUNS = 10_000
+
+
+def parse_varied(words):
+    """Returns {flag: its values as texts} of words such as --env A,B --seed=1:3."""
+    varied = {}
+    words = iter(words)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if not re.fullmatch(r"--\w[\w-]*", flag):
+            raise BadInput(f"{word!r}: expected a flag that varies, such as --seed 1:3")
+        if flag in varied:
+            raise BadInput(f"{flag} is given twice")
+        varied[flag] = parse_values(flag, text if equals else next(words, ""))
+    if not varied:
+        raise BadInput("nothing varies: expected flags before --, such as --seed 1:3")
+    if math.prod(map(len, varied.values())) > MAX_RUNS:
+        raise BadInput(f"there are more than {MAX_RUNS} combinations")
+    return varied
+
+
+def parse_values(flag, text):
+    values = []
+    for part in text.split(","):
+        if not part or part.startswith("--"):
+            raise BadInput(f"{flag} {text!r}: expected values: A,B or 1:3 or on,off")
+        values.append(part)
+        if match := re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", part):
+            first, last = map(int, match.groups())
+            if not first <= last < first + MAX_RUNS:
+                raise BadInput(f"{flag} {part}: expected FIRST:LAST, such as 1:3")
+            values[-1:] = map(str, range(first, last + 1))
+    return values
+
+
+def usage(command):
+    """Returns the usage that a program prints for --help, after it has parsed the flags
+    before that. Raises BadInput with the program's complaint."""
+    try:
+        result = subprocess.run(
+            [*command, "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=300,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
+        raise BadInput(f"{command[0]}: {getattr(e, 'strerror', None) or e}") from e
+    match = re.search(r"^usage: .*\n(.+\n)*", result.stdout, re.M)
+    if result.returncode != 0:
+        lines = result.stderr.strip() or f"--help: exit code {result.returncode}"
+        raise BadInput(f"the program says: {lines.splitlines()[-1]}")
+    if match is None:
+        raise BadInput(f"{shlex.join(command)} --help prints no usage")
+    return match[0]
+
+
+def combinations(varied, command, prefix):
+    """Returns {name: command} of all runs. Raises BadInput if the program does not know
+    a flag or cannot parse a value.
+
+    varied: {flag: values}; those of a flag that takes no value are on and off.
+    prefix: what all names begin with.
+    """
+
+    def words(flag, value, known=()):
+        if not {*varied[flag]} <= {"on", "off"}:
+            return [f"{flag}={value}"]
+        no = f"--no-{flag[2:]}"  # argparse.BooleanOptionalAction
+        return [flag] if value == "on" else [no] if no in known else []
+
+    if "--xpid" in varied:
+        raise BadInput("--xpid is the beginning of all names: one, after --")
+    if both := varied.keys() & {word.partition("=")[0] for word in command}:
+        raise BadInput(f"{both.pop()} is given before and after --")
+    every = [words(flag, value) for flag, values in varied.items() for value in values]
+    known = re.findall(r"--\w[\w-]*", usage([*command, *itertools.chain(*every)]))
+    if unknown := [flag for flag in varied if flag not in known]:
+        raise BadInput(f"{unknown[0]} is not a flag of {shlex.join(command)}")
+    runs = {}
+    for values in itertools.product(*varied.values()):
+        pairs = list(zip(varied, values))
+        name = prefix + ",".join(f"{flag[2:]}={value}" for flag, value in pairs)
+        name = re.sub(r"[^\w.,=+-]", "-", name)
+        if name in runs or len(os.fsencode(name)) > 255:
+            what = "is the name of two runs" if name in runs else "is too long a name"
+            raise BadInput(f"{name} {what}")
+        flags = itertools.chain(*(words(*pair, known) for pair in pairs))
+        runs[name] = [*command, *flags, f"--xpid={name}"]
+    return runs
+
+
+def difference(before, now):
+    """Returns a text with the words in which two commands differ, "" if in none. The
+    first word does not count, because one Python has several names."""
+    words = {
+        "had": [word for word in before[1:] if word not in now],
+        "has": [word for word in now[1:] if word not in before],
+    }
+    return ", ".join(f"{verb} {shlex.join(x)}" for verb, x in words.items() if x)

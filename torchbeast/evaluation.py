@@ -1,0 +1,139 @@
+"""Greedy episodes beside training: --eval_interval_steps.
+
+A process of its own, at the lowest priority, plays them with the weights it was sent
+last. Training never waits for it: while it plays, no weights are sent.
+"""
+
+import copy
+import os
+import threading
+import traceback
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+
+from torchbeast import calls, play
+from torchbeast.agents import make_agent
+from torchbeast.checkpoint import from_bytes, to_bytes
+from torchbeast.process import (
+    end_group,
+    kill_group,
+    lead_group,
+    log,
+    setup_logging,
+    signals_blocked,
+)
+from torchbeast.seeds import derive_seed
+
+
+class Evaluator:
+    """Sends weights to the process that plays, and takes the returns.
+
+    offer() and take() may be called by one thread at a time; they never block. What
+    goes wrong in the process ends the evaluation, not the run. close() kills the
+    process, and all that it started; it also ends when the learner is gone.
+    """
+
+    def __init__(self, create_env, flags, step):
+        self._interval = flags.eval_interval_steps
+        self._step = step  # Of the last evaluation.
+        self._idle = True
+        context = mp.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_evaluate, args=(create_env, flags, theirs), name="evaluation"
+        )
+        with signals_blocked():
+            self._process.start()
+        theirs.close()
+
+    def offer(self, step, net):
+        """Has the network's weights evaluated, if that is due and none are yet."""
+        if not self._idle or step // self._interval == self._step // self._interval:
+            return
+        self._step, self._idle = step, False
+        weights = {k: x.detach().cpu() for k, x in net.state_dict().items()}
+        data = to_bytes({"step": step, "weights": weights})
+        # The process may still be starting, and a pipe holds less than a network.
+        threading.Thread(target=self._send, args=(data,), daemon=True).start()
+
+    def _send(self, data):
+        try:
+            self._connection.send_bytes(data)
+        except OSError:
+            pass  # The process has ended: take() finds out.
+
+    def take(self):
+        """Returns the mean return of the evaluation that has ended since the last call,
+        or None."""
+        if self._process is None:
+            return None
+        # Before poll(): what an environment has forked keeps a dead one's pipe open.
+        ended = not self._process.is_alive()
+        try:
+            if self._connection.poll():
+                result = self._connection.recv()
+            elif not ended:
+                return None
+            else:
+                raise EOFError
+        except (EOFError, OSError):
+            self._process.join(timeout=1)
+            result = f"its process has ended, exit code {self._process.exitcode}"
+        if isinstance(result, str):
+            log.error("evaluation ends: %s", result.rstrip())
+            self.close()
+            return None
+        self._idle = True
+        mean = float(np.mean(result))
+        log.info(
+            "step %s: %d greedy episodes, mean return %.2f",
+            f"{self._step:,}",
+            len(result),
+            mean,
+        )
+        return mean
+
+    def close(self):
+        if self._process is not None:
+            kill_group(self._process)
+            self._process.join()
+            self._connection.close()
+            self._process, self._idle = None, False
+
+
+def _evaluate(create_env, flags, connection):
+    lead_group()
+    os.nice(19)
+    setup_logging()
+    torch.set_num_threads(1)
+    newest, arrived = [], threading.Event()
+
+    def receive():
+        while True:
+            try:
+                newest[:] = [connection.recv_bytes()]
+            except (EOFError, OSError):  # The learner is gone, or wants no more.
+                end_group()
+            arrived.set()
+
+    threading.Thread(target=receive, daemon=True).start()
+    calls.watch(flags.env, flags.env_timeout_seconds, connection.send)
+    try:
+        flags = copy.copy(flags)
+        flags.seed = derive_seed(flags.seed, flags.eval_interval_steps)
+        torch.manual_seed(flags.seed)
+        env = calls.create(create_env, flags, 1)
+        agent = make_agent(flags, env)
+        agent.net.eval()
+        while True:
+            arrived.wait()
+            arrived.clear()
+            agent.net.load_state_dict(from_bytes(newest[0])["weights"])
+            policy = play.Policy(agent, env, greedy=True)
+            returns = [x for x, _ in play.episodes(flags, env, policy)]
+            connection.send(returns)
+    except BaseException:  # sys.exit() in an environment, too.
+        connection.send(traceback.format_exc())
+    end_group()

@@ -1,0 +1,146 @@
+"""Running statistics, by which observations and rewards are normalised.
+
+They are part of the network's or the agent's state: in checkpoints, and the same for
+actors, learner and tests. An agent updates them once for each batch it learns from,
+after it has learned: so a batch is seen by the statistics it was acted with.
+"""
+
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from torchbeast import ranks, rollouts
+from torchbeast.encoders import is_image
+from torchbeast.spaces import children
+
+LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
+EPSILON = 1e-8  # Of a variance.
+LARGEST = 1e100  # Its square is a number.
+
+
+def add_flags(group):
+    group.add_argument("--normalize_observations", action="store_true",
+                       help="subtract the running mean of observations that are "
+                       "numbers, and divide by their standard deviation")  # fmt: skip
+    group.add_argument("--normalize_rewards", action="store_true",
+                       help="divide rewards by the running standard deviation of the "
+                       "discounted return, instead of --reward_clipping")  # fmt: skip
+
+
+class RunningStatistics(nn.Module):
+    """The mean and variance, of this shape, of all x so far: mean 0 and variance 1 at
+    first."""
+
+    def __init__(self, shape=()):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, x):
+        """Takes in x [N, *shape], with those of all ranks."""
+        difference = x.double().clamp(-LARGEST, LARGEST) - self.mean
+        n = torch.full_like(self.mean, len(x))
+        n, first = sum_of_ranks(torch.stack([n, difference.sum(0)]))
+        shift = first / n.clamp(min=1)
+        second = sum_of_ranks((difference - shift).square().sum(0))
+        # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+        # computing sample variances" (1979).
+        total = (self.count + n).clamp(min=1)
+        squares = self.variance * self.count + second
+        squares += shift.square() * self.count * n / total
+        self.mean.add_(shift * n / total)
+        self.variance.copy_(squares / total)
+        self.count.copy_(total.max())
+
+    def scale(self):
+        return (self.variance + EPSILON).rsqrt()
+
+    def forward(self, x):
+        """Returns x [N, *shape] normalised, float32."""
+        return ((x - self.mean) * self.scale()).clamp(-LIMIT, LIMIT).float()
+
+
+def sum_of_ranks(x):
+    if ranks.current.num > 1:
+        ranks.current.sum(flat := x.reshape(-1).contiguous())
+        x = flat.view_as(x)
+    return x
+
+
+class NormalizedEncoder(nn.Module):
+    """An encoder of normalised observations. Images, choices and bytes stay as they
+    are."""
+
+    def __init__(self, space, encoder):
+        super().__init__()
+        self.encoder = encoder
+        self.out_features = encoder.out_features
+        self._space = space
+        parts = [RunningStatistics(part.shape) for part in self._numbers(space)]
+        self.statistics = nn.ModuleList(parts)
+
+    def forward(self, observation):
+        statistics = iter(self.statistics)
+        return self.encoder(self._map(lambda x: next(statistics)(x), observation))
+
+    def update(self, observation):
+        """Takes in observations [N, ...]."""
+        statistics = iter(self.statistics)
+        self._map(lambda x: next(statistics).update(x), observation)
+
+    def _numbers(self, space):
+        """The parts of a space that are normalised, in order."""
+        found = []
+        self._walk(found.append, space, space)
+        return found
+
+    def _map(self, fn, observation):
+        return self._walk(fn, self._space, observation)
+
+    def _walk(self, fn, space, x):
+        entries = children(space)
+        if entries is None:
+            return fn(x) if is_numbers(space) else x
+        result = {key: self._walk(fn, part, x[key]) for key, part in entries}
+        return result if isinstance(x, (dict, spaces.Dict)) else tuple(result.values())
+
+
+def is_numbers(space):
+    """Tells whether observations of a space that is not nested are normalised."""
+    return isinstance(space, spaces.Box) and not is_image(space) and space.dtype != "u1"
+
+
+class NormalizedRewards(nn.Module):
+    """Divides rewards by the running standard deviation of the discounted return
+    g_t = r_t + discount * g_{t-1}, 0 where an episode begins (Engstrom et al.,
+    "Implementation Matters in Deep Policy Gradients", arXiv 2005.12729).
+
+    g crosses rollouts in the agent's core_state.
+    """
+
+    def __init__(self, discount):
+        super().__init__()
+        self.discount = discount
+        self.statistics = RunningStatistics()
+
+    def initial_state(self, batch_size):
+        # In double precision, as rewards may be anything.
+        return torch.zeros(1, batch_size, dtype=torch.float64)
+
+    def returns(self, step, state):
+        """Returns g [T, B] of steps [T, B, ...], after the state [1, B]."""
+        g, result = state[0], []
+        for reward, done in zip(step["reward"], step["done"]):
+            g = torch.where(done, 0, reward + self.discount * g)
+            result.append(g)
+        return torch.stack(result)
+
+    def update(self, batch, state):
+        """Takes in a batch [T + 1, B, ...]. Its first step was in the one before."""
+        returns = self.returns(batch, state)[1:]
+        self.statistics.update(returns[rollouts.real(batch)])
+
+    def forward(self, rewards):
+        return (rewards * self.statistics.scale()).clamp(-LIMIT, LIMIT).float()

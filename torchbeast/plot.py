@@ -1,0 +1,190 @@
+"""Plots runs, and keeps a thin copy of the log of a single one.
+
+    python -m torchbeast.plot ~/logs/torchbeast/learning_rate=* --out rates.png
+
+Runs that differ only in their seed are one curve: the mean of up to three runs, with a
+band from the least to the greatest; of four and more the interquartile mean
+(arXiv 2108.13264), with a band from the first to the third quartile. A curve ends where
+the shortest of its runs ends. A single run has a line, and a dot for each line of its
+logs.csv; beside its picture comes a .csv of about 500 lines, each the mean over the
+lines of logs.csv that it stands for.
+"""
+
+import argparse
+import csv
+import json
+import os
+import pathlib
+import sys
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from torchbeast import logs
+from torchbeast.flags import UNCOMPARED, Parser, run_command
+from torchbeast.process import BadInput, log
+
+
+def parser():
+    p = Parser(
+        prog="plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # fmt: off
+    p.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN",
+                   help="directory of a run")
+    p.add_argument("--out", type=pathlib.Path, default="plot.png", metavar="FILE",
+                   help="picture to write, .png or .svg (default: %(default)s)")
+    p.add_argument("--column", default="episode_return", metavar="NAME",
+                   help="column of logs.csv (default: %(default)s)")
+    p.add_argument("--by", choices=("steps", "hours"), default="steps",
+                   help="horizontal axis (default: %(default)s)")
+    p.add_argument("--curves", metavar="FLAG,...", help="flags of which each value has "
+                   "a curve (default: all but the seed)")
+    p.add_argument("--title", help="title (default: the environment)")
+    # fmt: on
+    return p
+
+
+class Run:
+    """What there is of a run: rows, flags {name: value}, points x and y."""
+
+    def __init__(self, path, column, by):
+        self.path = path
+        try:
+            self.rows = logs.read(path / "logs.csv")
+        except OSError as e:
+            raise BadInput(f"{path} is not the directory of a run: {e}") from e
+        try:
+            flags = json.loads((path / "meta.json").read_text())["flags"]
+            self.flags = {k: str(x) for k, x in flags.items() if k not in UNCOMPARED}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.flags = {}  # Another program's.
+        self.x, self.y = self.singles = self._points(column, by, average=False)
+        if logs.is_of_episodes(column):
+            self.x, self.y = self._points(column, by, average=True)
+
+    def _points(self, column, by, average):
+        pairs = [(row, row[column]) for row in self.rows if column in row]
+        if average:
+            pairs = logs.moving_average(self.rows, column)
+        if by == "hours":
+            points = [(r["seconds"] / 3600, y) for r, y in pairs if "seconds" in r]
+        else:
+            points = [(row["step"], y) for row, y in pairs]
+        return np.array(points).reshape(-1, 2).T
+
+
+def group(runs, names=None):
+    """Returns {label: runs of this curve}. The label names the flags in which the
+    curves differ.
+
+    names: of the flags whose values have a curve each, instead of all.
+    """
+    found = sorted({name for run in runs for name in run.flags})
+    if unknown := [name for name in names or () if name not in found]:
+        raise BadInput(f"--curves {unknown[0]}: the runs have no such flag")
+
+    def values(run, names):
+        if not run.flags:
+            return run.path.name
+        pairs = [(name, run.flags.get(name)) for name in names]
+        return ", ".join(f"{name}={x}" for name, x in pairs if x is not None)
+
+    known = [run for run in runs if run.flags]
+    differ = [n for n in found if len({run.flags.get(n) for run in known}) > 1]
+    names = differ if names is None else names
+    curves = {}
+    for run in runs:
+        curves.setdefault(values(run, names), []).append(run)
+    # Flags that only some agents have make long labels.
+    common = [name for name in names if all(name in run.flags for run in known)]
+    short = [values(of_curve[0], common) for of_curve in curves.values()]
+    if len({*short}) == len(short):
+        return dict(zip(short, curves.values()))
+    return curves
+
+
+def spread(runs):
+    """Returns x, the middle of the runs, low and high of their band, and its name."""
+    start, end = max(run.x[0] for run in runs), min(run.x[-1] for run in runs)
+    x = np.linspace(start, max(start, end), 500)
+    ys = np.sort([np.interp(x, run.x, run.y) for run in runs], axis=0)  # [runs, x]
+    if len(runs) < 4:
+        return x, ys.mean(0), ys[0], ys[-1], f"mean of {len(runs)} runs, min to max"
+    cut = len(runs) // 4
+    middle = ys[cut : len(runs) - cut].mean(0)
+    what = f"interquartile mean and range of {len(runs)} runs"
+    return x, middle, *np.percentile(ys, (25, 75), axis=0), what
+
+
+def draw(axes, curves):
+    for i, (label, runs) in enumerate(curves.items()):
+        style = dict(color=f"C{i % 10}", linestyle=("-", "--", ":", "-.")[i // 10 % 4])
+        if len(runs) == 1:
+            [run] = runs
+            text = label or run.path.name
+            axes.plot(run.x, run.y, **style)
+            if len(curves) == 1:
+                axes.plot(*run.singles, ".", ms=1, alpha=0.3, color=style["color"])
+        else:
+            x, middle, low, high, what = spread(runs)
+            text = f"{label}, {what}" if label else what
+            axes.fill_between(x, low, high, alpha=0.2, lw=0, color=style["color"])
+            axes.plot(x, middle, **style)
+            short, long = (f(runs, key=lambda run: run.x[-1]) for f in (min, max))
+            if short.x[-1] < 0.95 * long.x[-1]:
+                log.info("%s: the curve ends with %s", label or text, short.path)
+        axes.lines[-1].set_label(text.replace("$", r"\$"))
+
+
+def plot(flags):
+    if flags.out.suffix not in (".png", ".svg"):
+        raise BadInput(f"--out {flags.out}: expected a name that ends in .png or .svg")
+    paths = dict.fromkeys(map(os.path.realpath, flags.runs))  # Once with `latest`.
+    runs = [Run(pathlib.Path(path), flags.column, flags.by) for path in paths]
+    for run in runs:
+        if len(run.x) == 0:
+            log.warning("%s has no %s yet", run.path, flags.column)
+    runs = [run for run in runs if len(run.x)]
+    if not runs:
+        raise BadInput(f"no run has the column {flags.column}")
+    curves = group(runs, flags.curves and flags.curves.split(","))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, curves)
+    name = flags.column.replace("_", " ")
+    if logs.is_of_episodes(flags.column):
+        name += ", mean of the last 100 episodes"
+    envs = {run.flags.get("env", "") for run in runs}
+    title = envs.pop() if flags.title is None and len(envs) == 1 else flags.title or ""
+    axes.set(
+        xlabel="agent steps" if flags.by == "steps" else "hours of training",
+        ylabel=name,
+        title=title,
+    )
+    if flags.by == "steps":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    if len(runs) > 1:
+        axes.legend(fontsize="small")
+    try:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(flags.out, dpi=120)
+        if len(runs) == 1:
+            with open(runs[0].path / "logs.csv", newline="") as f:
+                columns = next(csv.reader(f))
+            with open(flags.out.with_suffix(".csv"), "w", newline="") as f:
+                writer = csv.DictWriter(f, columns)
+                writer.writeheader()
+                writer.writerows(logs.thin(runs[0].rows, columns))
+    except OSError as e:
+        raise BadInput(f"--out {flags.out}: {e.strerror}") from e
+    log.info("%s", flags.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("plot", lambda: plot(parser().parse_args())))

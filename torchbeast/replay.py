@@ -1,0 +1,449 @@
+"""Replay: what was seen before is learned from again.
+
+A Replay holds the newest rollouts of its process in a ring and draws samples from them,
+in proportion to priorities: a whole rollout with its recurrent state (R2D2), or a few
+steps from anywhere in one (DQN, SAC). Frames of stacked images are kept once.
+
+L is the number of steps of a rollout, W that of a sample, B that of samples or rollouts
+in a batch.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from torchbeast import machine, ranks
+from torchbeast.environment import leaves, map_structure
+from torchbeast.flags import number
+from torchbeast.process import BadInput, check_signals, log
+
+
+def add_size_flag(group, size):
+    # fmt: off
+    group.add_argument("--replay_size", type=number(int, 1, 10**12), default=size,
+                       metavar="N", help="newest steps to keep, of each learner "
+                       "(default: %(default)s)")
+    # fmt: on
+
+
+def add_flags(group, size, ratio, start, batch):
+    add_size_flag(group, size)
+    # fmt: off
+    group.add_argument("--replay_start", type=number(int, 0), default=start,
+                       metavar="N", help="steps before the first is learned from "
+                       "(default: %(default)s)")
+    group.add_argument("--replay_ratio", type=number(float, above=0), default=ratio,
+                       metavar="X", help="times that a step is learned from, on "
+                       "average (default: %(default)s)")
+    group.add_argument("--replay_batch_size", type=number(int, 1), default=batch,
+                       metavar="B", help="samples of a gradient step, of all learners "
+                       "together (default: %(default)s)")
+    # fmt: on
+
+
+def add_priority_flags(group):
+    # fmt: off
+    group.add_argument("--priority_exponent", type=number(float, 0, 10), default=0.6,
+                       metavar="ALPHA", help="samples are drawn in proportion to their "
+                       "error to this power (default: %(default)s)")
+    group.add_argument("--importance_exponent", type=number(float, 0, 1), default=0.4,
+                       metavar="BETA", help="their loss is divided by their "
+                       "probability to this power (default: %(default)s)")
+    group.add_argument("--importance_steps", type=number(int, 0), default=0,
+                       metavar="N", help="agent steps over which BETA rises to 1 "
+                       "(default: never)")
+    # fmt: on
+
+
+def importance_exponent(flags, step):
+    beta = flags.importance_exponent
+    if flags.importance_steps == 0:
+        return beta
+    return beta + (1 - beta) * min(1, step / flags.importance_steps)
+
+
+def make(flags, num_starts, num_steps, device):
+    """Makes (a Replay, its Credit). Raises BadInput if --replay_size is smaller than a
+    batch, or if batches cannot be shared by the learners."""
+    size = max(flags.batch_size, flags.replay_start // flags.unroll_length)
+    num_rollouts = flags.replay_size // flags.unroll_length
+    if num_rollouts < size:
+        raise BadInput(
+            f"--replay_size {flags.replay_size} is too small: expected "
+            f"{size * flags.unroll_length} or more, which are a batch (--batch_size "
+            f"times --unroll_length) and --replay_start"
+        )
+    if flags.replay_batch_size % ranks.current.num:
+        raise BadInput(
+            f"--replay_batch_size {flags.replay_batch_size} cannot be shared by "
+            f"{ranks.current.num} learners: expected a multiple of that"
+        )
+    ring = Replay(num_rollouts, num_starts, num_steps, device)
+    return ring, Credit(ring, flags.replay_ratio, flags.replay_start)
+
+
+class SumTree:
+    """Numbers >= 0, [size] float64, and their sums, to draw indices in proportion to
+    them. Each method takes O(log size) operations on whole arrays."""
+
+    def __init__(self, size):
+        self._first = 1 << (size - 1).bit_length()  # Leaf; the root is node 1.
+        self._sums = np.zeros(2 * self._first)
+
+    @staticmethod
+    def nbytes(size):
+        return 16 << (size - 1).bit_length()
+
+    @property
+    def total(self):
+        return self._sums[1]
+
+    def __getitem__(self, indices):
+        return self._sums[self._first + indices]
+
+    def __setitem__(self, indices, values):
+        """Where an index occurs more than once, its last value counts."""
+        nodes = self._first + indices
+        self._sums[nodes] = values
+        while nodes[0] > 1:
+            nodes = nodes >> 1
+            self._sums[nodes] = self._sums[2 * nodes] + self._sums[2 * nodes + 1]
+
+    def find(self, mass):
+        """Returns for each mass [n], 0 <= mass < total, the index at which the sum of
+        the numbers up to it, itself included, first is larger. Its number is not 0."""
+        nodes = np.ones(len(mass), np.int64)
+        while nodes[0] < self._first:
+            nodes = 2 * nodes
+            left, right = self._sums[nodes], self._sums[nodes + 1]
+            go_right = (mass >= left) & (right > 0)  # Sums are rounded.
+            mass = np.where(go_right, mass - left, mass)
+            nodes += go_right
+        return nodes - self._first
+
+
+class Replay:
+    """A ring of rollouts: nests of tensors [L, B, ...], [L - 1, B, ...] for what an
+    agent's act() returned, and [., B, ...] for core_state.
+
+    num_rollouts: to keep; the oldest make room.
+    num_starts:   samples of a rollout. They begin at its steps 0, 1, ...
+    num_steps:    W, of a sample. What is after its rollout's end repeats the last step,
+                  with `done`, so that no transition leads there.
+    device:       on which samples are.
+
+    Not thread-safe. The first add() takes the memory. A sample's number is the slot of
+    its rollout times num_starts, and its first step.
+    """
+
+    def __init__(self, num_rollouts, num_starts, num_steps, device):
+        self.num_rollouts = num_rollouts
+        self.num_starts = num_starts
+        self.num_steps = num_steps
+        self.device = device
+        self.size = 0  # Rollouts that are there.
+        self.added = 0  # Rollouts that ever were.
+        self._tree = self._added_at = self._store = None
+
+    def add(self, rollouts):
+        """Takes copies of rollouts [L, B, ...]. Returns the numbers of their samples,
+        [num_starts, B], which are drawn once they have priorities.
+
+        Raises BadInput if there is not memory enough for a full ring."""
+        if self._store is None:
+            num, num_items = self.num_rollouts, self.num_rollouts * self.num_starts
+            self._store = _Store(rollouts, num, 8 * num + SumTree.nbytes(num_items))
+            self._tree = SumTree(num_items)
+            self._added_at = np.zeros(num, np.int64)
+        B = rollouts["done"].shape[1]
+        slots = (self.added + np.arange(B)) % self.num_rollouts
+        wraps = self.num_rollouts - slots[0]  # So many go to the end of the ring.
+        for begin, end in ((0, wraps), (wraps, B)):
+            if part := slots[begin:end].size:
+                at = slice(slots[begin], slots[begin] + part)
+                self._store.write(
+                    at, map_structure(lambda x, i=begin, j=end: x[:, i:j], rollouts)
+                )
+        self._added_at[slots] = self.added + np.arange(B)
+        self.added += B
+        self.size = min(self.num_rollouts, self.size + B)
+        items = slots * self.num_starts + np.arange(self.num_starts)[:, None]
+        self._tree[items.reshape(-1)] = 0  # Not the priorities of those before them.
+        return items
+
+    def set_priorities(self, items, priorities):
+        """items: any shape; priorities: the same, >= 0; 0 is never drawn."""
+        priorities = np.asarray(priorities, np.float64).reshape(-1)
+        if not (np.isfinite(priorities) & (priorities >= 0)).all():
+            raise ValueError("priorities are not finite, or negative: expected >= 0")
+        self._tree[np.asarray(items).reshape(-1)] = priorities
+
+    def sample(self, num, importance_exponent=0):
+        """Draws samples, each with a probability p of its priority's share of the sum.
+
+        Returns (batch [W, num, ...] on the device, the samples' numbers [num]). The
+        batch has an entry "importance" [1, num], p ** -importance_exponent over its
+        maximum: what is drawn more often than others is to count less each time.
+        The next batch overwrites it on a CPU. Raises RuntimeError if there is nothing
+        to draw."""
+        if not self.drawable:
+            raise RuntimeError("a replay was sampled in which nothing has a priority")
+        # One of each share of the sum: what is likelier than 1 / num surely comes.
+        mass = (np.arange(num) + torch.rand(num, dtype=torch.float64).numpy()) / num
+        items = self._tree.find(mass * self._tree.total)
+        importance = self._tree[items] ** -importance_exponent
+        importance = torch.tensor(importance / importance.max(), dtype=torch.float32)
+        batch = self.read(items)
+        return {**batch, "importance": importance[None].to(self.device)}, items
+
+    @property
+    def drawable(self):
+        """Whether a sample has a priority."""
+        return self._tree is not None and self._tree.total > 0
+
+    def read(self, items):
+        """Returns the samples of these numbers, [W, num, ...] on the device."""
+        slots, starts = np.divmod(items, self.num_starts)
+        return self._store.read(slots, starts, self.num_steps, self.device)
+
+    def age(self, items):
+        """Returns the mean number of rollouts that were added since these samples'."""
+        return float(np.mean(self.added - 1 - self._added_at[items // self.num_starts]))
+
+
+class Credit:
+    """Keeps the replay ratio: how often a step is learned from, on average.
+
+    ring:       the Replay
+    ratio:      steps that are learned from for each new one
+    num_before: new steps before the first is learned from
+
+    Steps are those of all learners, without padding. Learning takes place while the
+    next steps are made; who makes them waits for it only when it would get too far
+    ahead, because batches are then not taken.
+    """
+
+    def __init__(self, ring, ratio, num_before):
+        self.ring = ring
+        self.ratio = ratio
+        self.num_before = num_before
+        self.new = self.learned = 0
+
+    def updates(self, batch, unroll_length, num_learned):
+        """Yields once for each update that is due after a batch of new rollouts, if
+        each learns from num_learned steps: on all ranks as often. With one rank, raises
+        Stop after a signal."""
+        new = torch.full_like(batch["done"][0], unroll_length, dtype=torch.int64)
+        if "mask" in batch:
+            new = batch["mask"][1:].sum(0)
+        counts = torch.stack([new.sum(), torch.full_like(new[0], self.ring.drawable)])
+        if ranks.current.num > 1:
+            ranks.current.sum(counts)
+        num_new, num_drawable = counts.tolist()
+        self.num_before -= num_new
+        if self.num_before > 0:
+            return
+        self.new += num_new
+        if num_drawable < ranks.current.num:
+            return  # No transition is in a ring yet: what is due is made later.
+        while self.learned + num_learned <= self.ratio * self.new:
+            if ranks.current.num == 1:
+                check_signals()  # There may be many updates.
+            self.learned += num_learned
+            yield
+
+    def say_empty(self):
+        log.info(
+            "the replay is empty: learning goes on after %d new steps", self.num_before
+        )
+
+    @property
+    def measured(self):
+        return self.learned / max(1, self.new)
+
+
+class Mixer:
+    """Adds replayed rollouts to batches of new ones: --replay_fraction."""
+
+    def __init__(self, flags, device):
+        share = flags.batch_size // ranks.current.num
+        fraction = flags.replay_fraction
+        self.num = round(share * fraction / (1 - fraction))
+        num_rollouts = flags.replay_size // flags.unroll_length
+        if self.num == 0 or num_rollouts < share:
+            raise BadInput(
+                f"--replay_fraction {fraction} with --batch_size {share} and "
+                f"--replay_size {flags.replay_size}: expected that at least one of a "
+                "batch's rollouts is replayed, and that the replay holds a batch"
+            )
+        self.ring = Replay(num_rollouts, 1, flags.unroll_length + 1, device)
+
+    def mix(self, batch):
+        """Returns (the batch [T + 1, B, ...] with replayed rollouts behind its own,
+        what is logged)."""
+        items = self.ring.add(batch)
+        self.ring.set_priorities(items, np.ones(items.shape))
+        replayed, items = self.ring.sample(self.num)
+        mixed = map_structure(lambda x, y: torch.cat([x, y], 1), batch, replayed)
+        T = len(batch["done"]) - 1
+        size, age = self.ring.size * T, self.ring.age(items) * T
+        return mixed, {"replay_size": size, "replay_age": age}
+
+
+# What a ring is made of.
+
+
+class _Store:
+    """One _Tensor or _Frames for each tensor of a rollout."""
+
+    def __init__(self, rollouts, num, num_bytes):
+        kinds = map_structure(_kind, rollouts)
+        needed = num_bytes + num * sum(
+            kind.nbytes(x) for (_, kind), (_, x) in zip(leaves(kinds), leaves(rollouts))
+        )
+        # All learners of a host take theirs at the same time.
+        available = machine.available_memory_bytes() // ranks.current.num_here
+        if needed > available:
+            raise BadInput(
+                f"--replay_size: {num:,} rollouts need {needed:,} bytes of memory, "
+                f"{available:,} are available: use {0.9 * available / needed:.2g} of "
+                "this size or less"
+            )
+        self._tensors = map_structure(lambda kind, x: kind(x, num), kinds, rollouts)
+
+    def write(self, slots, rollouts):
+        real = rollouts.get("mask", torch.ones_like(rollouts["done"]))
+        map_structure(lambda t, x: t.write(slots, x, real), self._tensors, rollouts)
+
+    def read(self, slots, starts, num_steps, device):
+        length = len(self._tensors["done"])
+        times = torch.as_tensor(starts + np.arange(num_steps)[:, None])  # [W, B]
+        after = times >= length
+        slots = torch.as_tensor(slots)
+
+        def read(tensor):  # One time less of what act() returned.
+            at = times if len(tensor) == length else times[:-1]
+            return tensor.read(at, slots, device)
+
+        tensors = dict(self._tensors)
+        core_state = tensors.pop("core_state")
+        batch = map_structure(read, tensors)
+        batch["done"] |= after.to(device)
+        batch["core_state"] = map_structure(
+            lambda tensor: tensor.first(slots, device), core_state
+        )
+        return batch
+
+
+class _Tensor:
+    """The same tensor, [L, B, ...], of all rollouts."""
+
+    def __init__(self, x, num):
+        self._data = torch.empty(num, len(x), *x.shape[2:], dtype=x.dtype)
+        self._length = len(x)
+        self._rows = self._data.flatten(0, 1)  # One for each step.
+        self._taken = None
+
+    @staticmethod
+    def nbytes(x):
+        return x[:, :1].numel() * x.element_size()
+
+    def __len__(self):
+        return self._length
+
+    def write(self, slots, x, real):
+        """Takes x [L, B, ...] into these slots. real: [L, B] bool, no padding."""
+        self._data[slots] = x.transpose(0, 1)
+
+    def read(self, times, slots, device):
+        """Returns [W, B, ...]. times: [W, B], consecutive, slots: [B]."""
+        rows = slots * self._data.shape[1] + times.clamp(max=self._length - 1)
+        return self._take(rows.reshape(-1)).to(device).unflatten(0, times.shape)
+
+    def _take(self, rows):
+        # Into the same memory again: new memory of this size would cost more than what
+        # is copied into it.
+        if self._taken is None or len(self._taken) != len(rows):
+            self._taken = self._rows.new_empty(len(rows), *self._rows.shape[1:])
+        return torch.index_select(self._rows, 0, rows, out=self._taken)
+
+    def first(self, slots, device):
+        return self._data[slots].transpose(0, 1).to(device)
+
+
+class _Frames(_Tensor):
+    """Images that are stacks of the last k frames, oldest first, [L, B, k, ...], of
+    which each frame is kept once: k - 1 before the first step, and then one of each.
+
+    Where frames are all zero before the newest, as they are when a game begins, the
+    stack has not moved on, but begins anew. Stacks that are neither are kept whole.
+    """
+
+    def __init__(self, x, num):
+        L, _, self._k, *shape = x.shape
+        k, size = self._k, math.prod(shape)
+        self._data = torch.empty(num, k - 1 + L, *shape, dtype=x.dtype)
+        self._begins = torch.empty(num, L, dtype=torch.bool)
+        self._whole = {}  # {slot: {t: stack}}
+        self._length, self._taken = L, None
+        # A row is a stack, and begins a frame after the one before.
+        num_rows = num * (k - 1 + L) - (k - 1)
+        self._rows = self._data.as_strided((num_rows, k * size), (size, 1))
+
+    @staticmethod
+    def nbytes(x):
+        k = x.shape[2]
+        return x[:, :1, :1].numel() + (k - 1) * x[:1, :1, :1].numel() + len(x)
+
+    @staticmethod
+    def are_stacks(x):
+        """Whether most of x, [L, B, k, ...], are stacks of frames that move on."""
+        begins, moved_on = _Frames._compare(x)
+        return (moved_on & ~begins[1:]).float().mean() > 0.5
+
+    @staticmethod
+    def _compare(x):
+        """Returns which stacks have nothing before their newest frame, [L, B] bool, and
+        which have moved on from the one before, [L - 1, B] bool."""
+        x = x.flatten(3)
+        if x.shape[3] % 8 == 0 and x.is_contiguous():
+            x = x.view(torch.int64)  # Fewer numbers to compare.
+        begins = (x[:, :, :-1] == 0).flatten(2).all(2)
+        return begins, (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(2)
+
+    def write(self, slots, x, real):
+        begins, moved_on = self._compare(x)
+        begins[0] = False
+        self._data[slots, : self._k - 1] = x[0, :, :-1]
+        self._data[slots, self._k - 1 :] = x[:, :, -1].transpose(0, 1)
+        self._begins[slots] = begins.transpose(0, 1)
+        for slot in range(slots.start, slots.stop):
+            self._whole.pop(slot, None)
+        others = ~(moved_on | begins[1:]) & real[1:]  # Of step t + 1.
+        for t, b in others.nonzero().tolist():
+            # Frames of what was before are in the next ones' stacks, too.
+            whole = self._whole.setdefault(slots.start + b, {})
+            for i in range(t + 1, min(t + self._k, self._length)):
+                whole[i] = x[i, b].cpu()
+
+    def read(self, times, slots, device):
+        k, times = self._k, times.clamp(max=self._length - 1)
+        stacks = self._take((slots * self._data.shape[1] + times).reshape(-1))
+        stacks = stacks.view(*times.shape, k, *self._data.shape[2:])
+        # The number of frames since the stack began, at most k.
+        since = torch.full(times.shape, k)
+        for i in reversed(range(k - 1)):
+            since[self._begins[slots, (times - i).clamp(min=0)]] = i + 1
+        for t, b in (since < k).nonzero().tolist():
+            stacks[t, b, : k - since[t, b]] = 0
+        for b, slot in enumerate(slots.tolist()):
+            for t, stack in self._whole.get(slot, {}).items():
+                stacks[times[:, b] == t, b] = stack
+        return stacks.to(device)
+
+
+def _kind(x):
+    """Finds what keeps a tensor [L, B, ...]."""
+    could_be = x.dtype == torch.uint8 and x.dim() >= 5 and x.shape[2] > 1
+    return _Frames if could_be and _Frames.are_stacks(x) else _Tensor

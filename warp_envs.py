@@ -1,0 +1,475 @@
+"""Environments on the device, for `python -m warpbeast --env warp/Tag`.
+
+Each class is one: pure functions of tensors, many environments at a time. The functions
+and the shapes are described in torchbeast/warp.py, how to write one in docs/warp.md. To
+add one, write it here, or in a module of your own: --env my_module:warp/MyEnv.
+
+E is the number of environments, N the number of agents in one. Numbers that are
+attributes of a class are what its environments are made of; arguments of its
+constructor are given by --env_args.
+"""
+
+import math
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+ONE = {"agent": slice(0, 1)}  # The policies where there is one agent.
+
+
+class CartPole:
+    """A pole on a cart (Barto, Sutton and Anderson, 1983), as Gymnasium's CartPole-v1:
+    1 for each step until it falls, or until step max_steps."""
+
+    gravity, pole_mass, total_mass, half_length = 9.8, 0.1, 1.1, 0.5
+    force, dt = 10.0, 0.02
+    max_x, max_angle, max_steps = 2.4, 12 * 2 * math.pi / 360, 500
+    start = 0.05  # Largest number of a state at first.
+    observation_space = spaces.Box(-np.inf, np.inf, (4,))
+    action_space = spaces.Discrete(2)
+    policies, num_uniforms = ONE, 4
+
+    def begin(self, u):
+        state = {"x": self.start * (2 * u[:, None] - 1)}  # [E, 1, 4]
+        return {**state, "t": torch.zeros_like(u[:, :1], dtype=torch.int32)}
+
+    def move(self, state, action):
+        x, speed, angle, angular_speed = state["x"].unbind(-1)
+        force = self.force * (2 * action - 1)
+        cos, sin = angle.cos(), angle.sin()
+        pole = self.pole_mass * self.half_length
+        push = (force + pole * angular_speed.square() * sin) / self.total_mass
+        inertia = 4 / 3 - self.pole_mass * cos.square() / self.total_mass
+        angular = (self.gravity * sin - cos * push) / (self.half_length * inertia)
+        linear = push - pole * angular * cos / self.total_mass
+        x, speed = x + self.dt * speed, speed + self.dt * linear
+        angle, angular_speed = (
+            angle + self.dt * angular_speed,
+            angular_speed + self.dt * angular,
+        )
+        t = state["t"] + 1
+        terminated = (x.abs() > self.max_x) | (angle.abs() > self.max_angle)
+        state = {"x": torch.stack([x, speed, angle, angular_speed], -1), "t": t}
+        return state, torch.ones_like(x), terminated, t >= self.max_steps
+
+    def observe(self, state):
+        return state["x"]
+
+
+class MountainCar:
+    """A car between two hills (Moore, 1990), as Gymnasium's MountainCar-v0: -1 for each
+    step until it is on the right one."""
+
+    force, gravity, max_speed, max_steps = 0.001, 0.0025, 0.07, 200
+    left, right, goal = -1.2, 0.6, 0.5
+    start = -0.6, -0.4
+    observation_space = spaces.Box(-np.inf, np.inf, (2,))
+    action_space = spaces.Discrete(3)
+    policies, num_uniforms = ONE, 1
+
+    def begin(self, u):
+        low, high = self.start
+        x = low + (high - low) * u  # [E, 1]
+        return {"x": x, "speed": torch.zeros_like(x), "t": torch.zeros_like(x).int()}
+
+    def move(self, state, action):
+        x, t = state["x"], state["t"] + 1
+        speed = state["speed"] + (action - 1) * self.force
+        speed = speed - (3 * x).cos() * self.gravity
+        speed = speed.clamp(-self.max_speed, self.max_speed)
+        x = (x + speed).clamp(self.left, self.right)
+        speed = torch.where(x <= self.left, speed.clamp(min=0), speed)
+        terminated = (x >= self.goal) & (speed >= 0)
+        state = {"x": x, "speed": speed, "t": t}
+        return state, torch.full_like(x, -1), terminated, t >= self.max_steps
+
+    def observe(self, state):
+        return torch.stack([state["x"], state["speed"]], -1)
+
+
+class Acrobot:
+    """Two links that swing up (Sutton, 1996), as Gymnasium's Acrobot-v1: -1 for each
+    step until the end of the second one is above the line."""
+
+    mass, length, center, moment, gravity = 1.0, 1.0, 0.5, 1.0, 9.8
+    torque, dt, max_steps, height = 1.0, 0.2, 500, 1.0
+    max_speeds = 4 * math.pi, 9 * math.pi
+    start = 0.1
+    observation_space = spaces.Box(-np.inf, np.inf, (6,))
+    action_space = spaces.Discrete(3)
+    policies, num_uniforms = ONE, 4
+
+    def begin(self, u):
+        state = {"x": self.start * (2 * u[:, None] - 1)}  # [E, 1, 4]
+        return {**state, "t": torch.zeros_like(u[:, :1], dtype=torch.int32)}
+
+    def move(self, state, action):
+        x, dt, t = state["x"], self.dt, state["t"] + 1
+        torque = self.torque * (action - 1)
+        k1 = self._change(x, torque)  # Runge and Kutta, fourth order.
+        k2 = self._change(x + dt / 2 * k1, torque)
+        k3 = self._change(x + dt / 2 * k2, torque)
+        k4 = self._change(x + dt * k3, torque)
+        x = x + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+        first, second, *speeds = x.unbind(-1)
+        turn = 2 * math.pi
+        angles = [a - turn * (a / turn).round() for a in (first, second)]
+        limits = zip(speeds, self.max_speeds)
+        first, second, *_ = x = [*angles, *(s.clamp(-m, m) for s, m in limits)]
+        terminated = -first.cos() - (first + second).cos() > self.height
+        state = {"x": torch.stack(x, -1), "t": t}
+        return state, terminated.to(first.dtype) - 1, terminated, t >= self.max_steps
+
+    def _change(self, x, torque):
+        """The time derivative of x [E, 1, 4]: two angles and their speeds."""
+        m, length, c, g = self.mass, self.length, self.center, self.gravity
+        a1, a2, s1, s2 = x.unbind(-1)
+        cos, sin = a2.cos(), a2.sin()
+        d1 = m * c**2 + m * (length**2 + c**2 + 2 * length * c * cos) + 2 * self.moment
+        d2 = m * (c**2 + length * c * cos) + self.moment
+        phi2 = m * c * g * (a1 + a2).sin()
+        phi1 = (m * c + m * length) * g * a1.sin() + phi2
+        phi1 = phi1 - m * length * c * sin * s2 * (s2 + 2 * s1)
+        change2 = torque + d2 / d1 * phi1 - m * length * c * s1.square() * sin - phi2
+        change2 = change2 / (m * c**2 + self.moment - d2.square() / d1)
+        change1 = -(d2 * change2 + phi1) / d1
+        return torch.stack([s1, s2, change1, change2], -1)
+
+    def observe(self, state):
+        a1, a2, s1, s2 = state["x"].unbind(-1)
+        return torch.stack([a1.cos(), a1.sin(), a2.cos(), a2.sin(), s1, s2], -1)
+
+
+class Pendulum:
+    """A pendulum that is to stand, as Gymnasium's Pendulum-v1: costs of the angle, of
+    the speed and of the torque."""
+
+    gravity, mass, length, dt = 10.0, 1.0, 1.0, 0.05
+    max_speed, max_steps = 8.0, 200
+    speed_cost, torque_cost = 0.1, 0.001
+    observation_space = spaces.Box(-np.inf, np.inf, (3,))
+    action_space = spaces.Box(-2, 2, (1,))  # The torque.
+    policies, num_uniforms = ONE, 2
+
+    def begin(self, u):
+        angle, speed = (2 * u[:, :1] - 1) * math.pi, 2 * u[:, 1:] - 1
+        return {"angle": angle, "speed": speed, "t": torch.zeros_like(u[:, :1]).int()}
+
+    def move(self, state, action):
+        angle, speed, t = state["angle"], state["speed"], state["t"] + 1
+        torque = action[..., 0]
+        off = angle - 2 * math.pi * (angle / (2 * math.pi)).round()
+        cost = off.square() + self.speed_cost * speed.square()
+        cost = cost + self.torque_cost * torque.square()
+        pull = 3 * self.gravity / (2 * self.length) * angle.sin()
+        push = 3 / (self.mass * self.length**2) * torque
+        speed = speed + self.dt * (pull + push)
+        speed = speed.clamp(-self.max_speed, self.max_speed)
+        state = {"angle": angle + self.dt * speed, "speed": speed, "t": t}
+        return state, -cost, torch.zeros_like(t, dtype=torch.bool), t >= self.max_steps
+
+    def observe(self, state):
+        angle = state["angle"]
+        return torch.stack([angle.cos(), angle.sin(), state["speed"]], -1)
+
+
+class Catch:
+    """A ball falls down a board, a row a step; the paddle on the bottom row must be
+    under it: 1 or -1 (bsuite, Osband et al., 2020)."""
+
+    rows, columns = 10, 5
+    observation_space = spaces.Box(0, 1, (rows, columns))
+    action_space = spaces.Discrete(3)
+    policies, num_uniforms = ONE, 1
+
+    def begin(self, u):
+        ball = (u * self.columns).int().clamp(max=self.columns - 1)  # [E, 1]
+        paddle = torch.full_like(ball, self.columns // 2)
+        return {"row": torch.zeros_like(ball), "ball": ball, "paddle": paddle}
+
+    def move(self, state, action):
+        row, ball = state["row"] + 1, state["ball"]
+        paddle = (state["paddle"] + action.int() - 1).clamp(0, self.columns - 1)
+        last = row >= self.rows - 1
+        reward = torch.where(last, 2.0 * (paddle == ball) - 1, 0)
+        state = {"row": row, "ball": ball, "paddle": paddle}
+        return state, reward, last, torch.zeros_like(last)
+
+    def observe(self, state):
+        places = torch.arange(self.rows * self.columns, device=state["row"].device)
+        ball = state["row"] * self.columns + state["ball"]
+        paddle = (self.rows - 1) * self.columns + state["paddle"]
+        board = (places == ball[..., None]) | (places == paddle[..., None])
+        return board.float().unflatten(-1, (self.rows, self.columns))
+
+
+class TagGridWorld:
+    """Taggers against one runner on a grid (WarpDrive, Lan et al., arXiv 2108.13976).
+
+    The runner is the last agent. Actions: stay, and a step along x or y, up or down. An
+    episode ends when a tagger is on the runner's cell, or after max_steps steps, which
+    the agents see coming.
+
+    observation: "full", of all agents: x, y, whether it is the runner, whether it is
+    oneself, and the time; or "partial": oneself, the nearest agent of the other kind,
+    one's own kind, and the time.
+    """
+
+    tag_reward, tag_penalty, step_cost, wall_cost = 10.0, 5.0, 0.01, 0.1
+
+    def __init__(
+        self,
+        num_taggers=4,
+        size=20,
+        max_steps=100,
+        observation="full",
+        random_starts=True,
+    ):
+        if num_taggers < 1 or size < 1 or max_steps < 1:
+            raise ValueError("num_taggers, size and max_steps: expected 1 or more")
+        if observation not in ("full", "partial"):
+            raise ValueError(f"observation {observation!r}, expected full or partial")
+        self.size, self.max_steps, self.full = size, max_steps, observation == "full"
+        self.random_starts = random_starts
+        self.num_agents = N = num_taggers + 1
+        self.policies = {"tagger": slice(0, N - 1), "runner": slice(N - 1, N)}
+        numbers = 4 * N + 1 if self.full else 6
+        self.observation_space = spaces.Box(0, 1, (numbers,))
+        self.action_space = spaces.Discrete(5)
+        self.num_uniforms = 2 * N if random_starts else 0
+        self.dx = torch.tensor([0, 1, -1, 0, 0])
+        self.dy = torch.tensor([0, 0, 0, 1, -1])
+        self.is_runner = torch.arange(N) == N - 1
+        kinds = self.is_runner.double()
+        self.fixed = torch.cat([kinds.expand(N, N), torch.eye(N)], 1)
+
+    def begin(self, u):
+        E, N = len(u), self.num_agents
+        if self.random_starts:
+            at = (u * (self.size + 1)).long().clamp(max=self.size)
+            x, y = at.chunk(2, 1)  # [E, N]
+        else:
+            x = y = torch.where(self.is_runner, 0, self.size // 2).expand(E, N)
+        return {"x": x, "y": y, "t": torch.zeros_like(x[:, 0])}
+
+    def move(self, state, action):
+        t = state["t"] + 1
+        to_x, to_y = state["x"] + self.dx[action], state["y"] + self.dy[action]
+        state = {"x": to_x.clamp(0, self.size), "y": to_y.clamp(0, self.size), "t": t}
+        tagged = self._tagged(state)[:, None]
+        # The runner is paid what the taggers are charged, and the other way round.
+        gain = torch.where(tagged, self.tag_reward, -self.step_cost)
+        loss = torch.where(tagged, -self.tag_penalty, self.step_cost)
+        reward = torch.where(self.is_runner, loss, gain)
+        hit = (state["x"] != to_x) | (state["y"] != to_y)
+        reward = reward - self.wall_cost * hit
+        over = (tagged | (t >= self.max_steps)[:, None]).expand(reward.shape)
+        return state, reward, over, torch.zeros_like(over)
+
+    def _tagged(self, state):
+        """[E] bool, whether a tagger is on the runner's cell."""
+        cell = state["x"] * (self.size + 1) + state["y"]
+        return (cell[:, :-1] == cell[:, -1:]).any(1)
+
+    def observe(self, state):
+        x, y = state["x"], state["y"]
+        E, N = x.shape
+        time = (state["t"] / self.max_steps)[:, None]
+        if self.full:
+            at = torch.cat([x, y], 1) / self.size
+            parts = at[:, None].expand(E, N, 2 * N), self.fixed.expand(E, N, 2 * N)
+            return torch.cat([*parts, time[..., None].expand(E, N, 1)], -1)
+        far = (x[:, :-1] - x[:, -1:]).square() + (y[:, :-1] - y[:, -1:]).square()
+        tagger = far.min(1, keepdim=True).indices  # [E, 1], the nearest one
+        parts = [x / self.size, y / self.size]
+        for z in parts[:2]:
+            other = torch.where(self.is_runner, z.gather(1, tagger), z[:, -1:])
+            parts.append(other)
+        kind = self.is_runner.to(time.dtype)
+        return torch.stack([*parts, kind.expand(E, N), time.expand(E, N)], -1)
+
+    def metrics(self, state):
+        return {"tagged": self._tagged(state).float()}
+
+    def draw(self, state):
+        at = torch.stack([state["x"][0], state["y"][0]], -1).float()
+        return _draw(at, self.is_runner, self.size)
+
+
+class Tag:
+    """Taggers against runners on a plane (WarpDrive, section 4).
+
+    An agent changes its acceleration and its direction: by one of `levels` changes of
+    each, or none, if actions is "levels", else by two numbers. A runner nearer to a
+    tagger than tagging_distance * size leaves the game: this costs the runner, and pays
+    the tagger that is nearest. Runners that are left at the end, which all see coming,
+    are paid. An episode ends after max_steps steps, or with the last runner.
+
+    An agent sees its nearest others that are in the game, `num_nearest` of them: where
+    they are from here, how much faster they go and accelerate, where they turn from its
+    own direction, whether each is a tagger and whether there is one; and the time.
+    """
+
+    tag_reward, tag_penalty, end_reward = 10.0, 10.0, 1.0
+
+    def __init__(
+        self,
+        num_taggers=10,
+        num_runners=100,
+        size=20.0,
+        max_steps=500,
+        num_nearest=10,
+        actions="levels",
+        levels=20,
+        max_speed=1.0,
+        tagger_skill=1.0,
+        runner_skill=1.0,
+        max_acceleration=0.1,
+        max_turn=0.75 * math.pi,
+        tagging_distance=0.02,
+        edge_cost=0.0,
+    ):
+        N = num_taggers + num_runners
+        if min(num_taggers, num_runners, max_steps, size, levels) < 1:
+            raise ValueError("expected taggers, runners, steps, size and levels")
+        if not 1 <= num_nearest < N:
+            raise ValueError(f"num_nearest {num_nearest}, expected 1 to {N - 1}")
+        if actions not in ("levels", "numbers"):
+            raise ValueError(f"actions {actions!r}, expected levels or numbers")
+        self.num_agents, self.num_taggers, self.num_nearest = (
+            N,
+            num_taggers,
+            num_nearest,
+        )
+        self.size, self.max_steps, self.max_speed = size, max_steps, max_speed
+        self.tagging_distance, self.edge_cost = tagging_distance, edge_cost
+        self.policies = {
+            "tagger": slice(0, num_taggers),
+            "runner": slice(num_taggers, N),
+        }
+        largest = torch.tensor([max_acceleration, max_turn], dtype=torch.float64)
+        self.changes = None
+        self.action_space = spaces.Box(
+            -largest.float().numpy(), largest.float().numpy()
+        )
+        if actions == "levels":
+            self.action_space = spaces.MultiDiscrete([levels + 1, levels + 1])
+            some = torch.linspace(-1, 1, levels, dtype=torch.float64)
+            # [levels + 1, 2]
+            self.changes = torch.cat([torch.zeros(1, 2), some[:, None] * largest])
+        self.observation_space = spaces.Box(-np.inf, np.inf, (7 * num_nearest + 1,))
+        self.num_uniforms = 3 * N
+        self.is_tagger = torch.arange(N) < num_taggers
+        skills = [tagger_skill] * num_taggers + [runner_skill] * num_runners
+        self.fastest = max_speed * torch.tensor(skills, dtype=torch.float64)  # [N]
+
+    def begin(self, u):
+        u = u.view(len(u), self.num_agents, 3)
+        direction = (4 * u[..., 2]).floor() * (math.pi / 2)
+        zeros = torch.zeros_like(direction)
+        state = {"at": self.size * u[..., :2], "direction": direction}
+        state.update(speed=zeros, acceleration=zeros)
+        alive = torch.ones_like(direction, dtype=torch.bool)
+        return {**state, "alive": alive, "t": torch.zeros_like(u[:, 0, 0]).int()}
+
+    def move(self, state, action):
+        alive, t = state["alive"], state["t"] + 1  # [E, N], [E]
+        if self.changes is None:
+            accelerate, turn = action.unbind(-1)
+        else:
+            accelerate, turn = (self.changes[:, i][action[..., i]] for i in range(2))
+        direction = (state["direction"] + turn) % (2 * math.pi) * alive
+        acceleration = state["acceleration"] + accelerate
+        wanted = state["speed"] + acceleration
+        speed = wanted.clamp(min=0).minimum(self.fastest) * alive
+        at_bound = (speed <= 0) | (speed >= self.fastest)
+        acceleration = torch.where(at_bound, 0, acceleration)
+        heading = torch.stack([direction.cos(), direction.sin()], -1)
+        to = state["at"] + speed[..., None] * heading
+        at = to.clamp(0, self.size)
+        G, E = self.num_taggers, len(t)
+        runs = alive[:, G:]  # [E, R]
+        apart = at[:, G:, None] - at[:, None, :G]
+        near, tagger = apart.square().sum(-1).min(-1)  # [E, R]
+        tagged = runs & (near < (self.tagging_distance * self.size) ** 2)
+        left = runs & ~tagged
+        over = (t >= self.max_steps) | ~left.any(1)  # [E]
+        ended = (t >= self.max_steps)[:, None]
+        of_runners = self.end_reward * (left & ended) - self.tag_penalty * tagged
+        counts = torch.zeros(E, G, dtype=at.dtype, device=at.device)
+        counts = counts.scatter_add(1, tagger, tagged.to(at.dtype))
+        reward = torch.cat([self.tag_reward * counts, of_runners.to(at.dtype)], 1)
+        reward = reward - self.edge_cost * (at != to).any(-1)
+        alive = torch.cat([alive[:, :G], left], 1)
+        state = {"at": at, "direction": direction, "speed": speed, "t": t}
+        state.update(acceleration=acceleration, alive=alive)
+        return state, reward, over[:, None] | ~alive, torch.zeros_like(alive)
+
+    def observe(self, state):
+        at, alive = state["at"], state["alive"]
+        E, N, K = len(at), self.num_agents, self.num_nearest
+        index, there = nearest(at, alive, K)  # [E, N, K]
+        speed, acceleration = state["speed"], state["acceleration"]
+        of_all = [*at.unbind(-1), speed, acceleration, state["direction"]]
+        scales = [2**0.5 * self.size] * 2 + [self.max_speed] * 2 + [2 * math.pi]
+        features = torch.stack(of_all, 1)  # [E, 5, N]
+        others = features.gather(2, index.view(E, 1, N * K).expand(E, 5, N * K))
+        relative = others.view(E, 5, N, K) - features[..., None]
+        parts = [x / scale for x, scale in zip(relative.unbind(1), scales)]
+        parts = [*parts, self.is_tagger[index], torch.ones_like(at[..., :1])]
+        there = there & alive[..., None]
+        parts = [torch.where(there, x, 0).to(at.dtype) for x in parts]
+        time = (state["t"] / self.max_steps)[:, None].expand(E, N)
+        time = torch.where(alive, time, 0).to(at.dtype)
+        return torch.cat([*parts, time[..., None]], -1)
+
+    def metrics(self, state):
+        runs = state["alive"][:, self.num_taggers :]
+        return {"tagged": 1 - runs.float().mean(1)}
+
+    def draw(self, state):
+        alive = state["alive"][0]
+        runs = ~self.is_tagger[alive]
+        radius = self.tagging_distance * self.size
+        return _draw(state["at"][0][alive], runs, self.size, radius)
+
+
+MAX_PAIRS = 2**24  # At a time.
+INFINITE = 0x7F800000  # Its bits in float32.
+
+
+def nearest(at, alive, K):
+    """Returns (indices [E, N, K] of the K agents nearest to each, without itself and
+    those that are not alive; which of them there are), at places [E, N, 2]. Of those as
+    near, the first ones."""
+    E, N, _ = at.shape
+    own = torch.arange(N, device=at.device)
+    parts = max(1, E * N * N // MAX_PAIRS)
+    found = []
+    for place, here in zip(at.tensor_split(parts), alive.tensor_split(parts)):
+        x, y = place.unbind(-1)
+        far = (x[:, :, None] - x[:, None]).square()  # [E, N, N]
+        far = far + (y[:, :, None] - y[:, None]).square()
+        none = (own == own[:, None]) | ~here[:, None]
+        # The bits of floats above 0 are in the floats' own order.
+        order = far.float().masked_fill(none, torch.inf).view(torch.int32)
+        found.append((order.long() * N + own).topk(K, largest=False).values)
+    found = torch.cat(found)
+    return found % N, found // N < INFINITE
+
+
+def _draw(at, is_runner, size, radius=None):
+    """Draws agents at places [N, 2] from 0 to size, runners blue and taggers red, with
+    a circle of this radius around each tagger."""
+    import cv2  # Not everybody draws.
+
+    scale, edge = 480 / size, 20
+    picture = np.full((480 + 2 * edge, 480 + 2 * edge, 3), 255, np.uint8)
+    cv2.rectangle(picture, (edge, edge), (edge + 480, edge + 480), (0, 0, 0), 1)
+    for (x, y), runs in zip(at.cpu().tolist(), is_runner.cpu().tolist()):
+        place = edge + round(x * scale), edge + 480 - round(y * scale)
+        cv2.circle(picture, place, 5, (40, 90, 220) if runs else (220, 60, 40), -1)
+        if radius is not None and not runs:
+            cv2.circle(picture, place, round(radius * scale), (220, 60, 40), 1)
+    return picture

@@ -1,0 +1,350 @@
+"""Training where environments, acting and learning are on one device: WarpBeast.
+
+    python -m warpbeast --env warp/CartPole --agent ppo
+    python -m warpbeast --env warp/Tag --agent ppo
+
+Read it top to bottom: flags, Rollouts, train(). Environments are pure functions of
+tensors, many at a time (warp_envs.py); the agent (network, loss, optimizer) is in
+polybeast.py, or in the module that --agent names. WarpDrive (Lan et al., arXiv
+2108.13976) showed what that is worth.
+
+T is the unroll length, E the number of environments, N the number of agents in one. A
+policy's batch has a rollout of each of its agents in each environment. On a GPU a
+rollout of T steps is one CUDA graph: nothing in it waits for Python.
+"""
+
+import re
+import sys
+from collections import deque
+
+import torch
+
+import polybeast_env
+from torchbeast import devices, machine, ranks, rollouts, seeds, warp
+from torchbeast.agents import Policies, check_policy, make_agent
+from torchbeast.encoders import summary
+from torchbeast.environment import leaves, map_structure
+from torchbeast.flags import (
+    Parser,
+    agent_parser,
+    number,
+    run_parser,
+)
+from torchbeast.learner import Learner
+from torchbeast.process import BadInput, Stop, log
+from torchbeast.program import run_program
+from torchbeast.run import Run
+
+WARM_UP = 3  # Rollouts that are not captured yet: libraries choose their kernels.
+
+# WarpDrive's run (salesforce/warp-drive, run_configs/tag_gridworld.yaml).
+PRESETS = {
+    "warpdrive": dict(
+        env="warp/TagGridWorld", env_args=[("size", 100), ("random_starts", False)],
+        num_envs=2000, unroll_length=100, hidden_sizes=[32, 32], discounting=0.98,
+        learning_rate=1e-3, baseline_cost=1.0, entropy_cost=0.05,
+        grad_norm_clipping=3.0, reward_clipping="none", loss_reduction="mean",
+    ),
+}  # fmt: skip
+
+# Flags.
+
+
+class PolicyParser(Parser):
+    """Takes flags of one policy, such as --tagger.learning_rate, into policy_flags,
+    {policy: [words]}."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        policy, own, of_policies = None, [], {}
+        for word in args:
+            if match := re.match(r"--(\w+)\.(.+)", word):
+                policy, word = match[1], f"--{match[2]}"
+            elif word.startswith("--"):
+                policy = None
+            words = own if policy is None else of_policies.setdefault(policy, [])
+            words.append(word)
+        flags, unknown = super().parse_known_args(own, namespace)
+        if of_policies:
+            flags.policy_flags = of_policies
+        return flags, unknown
+
+
+def program_parser(agent="polybeast"):
+    """Returns the program's whole parser. agent: the module whose flags it takes."""
+    p = PolicyParser(
+        prog="warpbeast",
+        description="Trains an agent with environments that are tensor programs.",
+        parents=[
+            polybeast_env.environment_parser(),
+            run_parser(),
+            agent_parser(agent),
+        ],
+    )
+    p.add_presets(agent, **PRESETS)
+    p.set_defaults(env="warp/CartPole", policy_flags={})
+    # fmt: off
+    g = p.add_argument_group("device")
+    g.add_argument("--device", dest="learner_device", metavar="DEVICE",
+                   help="the same as --learner_device: it is also the environments'")
+    g.add_argument("--num_envs", type=number(int, 1, 10**7), default=256, metavar="E",
+                   help="environments that step together (default: %(default)s)")
+    g.add_argument("--freeze", nargs="+", default=[], metavar="POLICY",
+                   help="policies that do not learn (default: none)")
+    # fmt: on
+    return p
+
+
+def set_defaults(flags, num_agents):
+    """Fills in the flags whose defaults depend on the machine or on other flags."""
+    devices.set_defaults(flags)
+    if any(word.split("=")[0] == "--batch_size" for word in flags.command):
+        raise BadInput(
+            "--batch_size: a batch has a rollout of each agent in each environment: "
+            "use --num_envs"
+        )
+    if flags.one_episode_rollouts:
+        raise BadInput("--one_episode_rollouts: expected monobeast or polybeast")
+    flags.batch_size = flags.num_envs * num_agents
+
+
+# Acting.
+
+
+class Rollouts:
+    """Fills buffers with the rollouts of all policies, one after the other, from E
+    environments.
+
+    agents:  {policy: Agent}; they act with the weights that learn
+    buffers: {policy: a batch, [T + 1, B, ...]}, of which next() fills all
+
+    All that lives from one rollout to the next is in the same memory each time, as a
+    CUDA graph needs it.
+    """
+
+    def __init__(self, flags, env, num_envs, agents, specs, device):
+        self.T, self.num_envs, self.agents = flags.unroll_length, num_envs, agents
+        self.envs = warp.Environments(env, num_envs, device)
+        self.step_envs = self.envs.step
+        if flags.compile:
+            self.step_envs = torch.compile(self.envs.step, dynamic=False)
+        self.buffers, self.core_states = {}, {}
+        self.burn_in = max(map(rollouts.burn_in, agents.values()))  # K, mostly 0.
+        sizes = warp.policy_sizes(env)
+        for name, agent in agents.items():
+            num = num_envs * sizes[name]
+            self.buffers[name] = map_structure(
+                lambda x, num=num: torch.zeros(
+                    x.shape[0], num, *x.shape[1:], dtype=x.dtype, device=device
+                ),
+                specs[name],
+            )
+            state = agent.initial_state(num)
+            # Those before each of the last K + 1 steps; the last one is of now.
+            self.core_states[name] = tuple(
+                map_structure(lambda x: x.to(device, copy=True), state)
+                for _ in range(self.burn_in + 1)
+            )
+        with torch.inference_mode():
+            carry, step = self.envs.begin(self.envs.uniforms())
+        self.carry = map_structure(torch.clone, carry)
+        self.fields = list(step)
+        self.metrics = {}
+        self._write(step, 0)
+        self._num, self._graph = 0, None
+
+    def next(self):
+        """Fills the buffers with T new steps, the first time with K + T. Returns {name:
+        tensor [2], sum and number} of the environments' metrics."""
+        K = self.burn_in
+        if self._num == 0 or self.envs.device.type == "cpu":
+            self._fill(0 if self._num == 0 else K)
+        elif self._num < WARM_UP:
+            self._fill(K)
+        else:
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph):
+                    self._fill(K)
+            self._graph.replay()
+        self._num += 1
+        return self.metrics
+
+    @torch.inference_mode()
+    def _fill(self, begin):
+        """Makes the steps from `begin` to the end of a rollout of K + T + 1."""
+        K, T, carry, metrics = self.burn_in, self.T, self.carry, {}
+        states = {name: deque(x, maxlen=K + 1) for name, x in self.core_states.items()}
+        for name, buffers in self.buffers.items():
+            map_structure(_copy, states[name][0], buffers["core_state"])
+            if self._num > 0:  # The end of the rollout before.
+                for key, nest in buffers.items():
+                    n = K + 1 if key in self.fields else K
+                    if key != "core_state":
+                        map_structure(lambda x, n=n: _repeat(x, T, n), nest)
+        for t in range(begin, K + T):
+            actions = []
+            for name, agent in self.agents.items():
+                buffers = self.buffers[name]
+                step = {key: buffers[key] for key in self.fields}
+                step = map_structure(lambda x, t=t: x[t : t + 1], step)
+                outputs, core_state = agent.act(step, states[name][-1])
+                states[name].append(core_state)
+                map_structure(lambda x, y, t=t: y[t].copy_(x[0]), outputs, buffers)
+                actions.append(map_structure(self._of_envs, outputs["action"]))
+            action = map_structure(lambda *xs: torch.cat(xs, 1), *actions)
+            u = self.envs.uniforms()
+            carry, step, totals = self.step_envs(carry, action, u)
+            self._write(step, t + 1)
+            for name, x in totals.items():
+                metrics[name] = metrics.get(name, 0) + x
+        map_structure(_copy, carry, self.carry)
+        for name, x in self.core_states.items():
+            map_structure(_copy, tuple(states[name]), x)
+        self.metrics = metrics
+
+    def _of_envs(self, x):
+        """[1, B, ...] as [E, n, ...]."""
+        return x[0].unflatten(0, (self.num_envs, -1))
+
+    def _write(self, step, t):
+        """Writes a step [E, N, ...] into the policies' buffers."""
+        for name, part in self.envs.policies.items():
+
+            def write(x, buffer, part=part):
+                self._of_envs(buffer[t : t + 1]).copy_(x[:, part])
+
+            map_structure(write, step, self.buffers[name])
+
+    def not_finite(self):
+        """Returns a text: what environments have returned that is not finite."""
+        for name, buffers in self.buffers.items():
+            for key in ("observation", "reward"):
+                if not all(x.isfinite().all() for _, x in leaves(buffers[key])):
+                    return f": the {key} of {name} was not finite"
+        return ""
+
+
+def _copy(x, into):
+    into.copy_(x)
+
+
+def _repeat(x, T, n):
+    """Copies the n steps from T on to the beginning of x."""
+    x[:n].copy_(x[T : T + n].clone() if n > T else x[T : T + n])
+
+
+# Training.
+
+
+def check_memory(env, num_envs, specs, device):
+    """Raises BadInput if the buffers do not fit."""
+    needed = sum(
+        num_envs * num * x.nbytes
+        for name, num in warp.policy_sizes(env).items()
+        for _, x in leaves(specs[name])
+    )
+    available = machine.available_memory_bytes()
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+    if needed > available:
+        raise BadInput(
+            f"the rollouts need {needed:,} bytes of memory, {device} has {available:,} "
+            "available: use a smaller --num_envs or --unroll_length, or smaller "
+            "observations"
+        )
+
+
+def first_steps(env, agents, flags):
+    """Returns {policy: what one rollout of its agents holds}."""
+    envs = warp.Environments(env, 2, torch.device("cpu"))
+    _, step = envs.begin(envs.uniforms())
+    specs = {}
+    if len({rollouts.burn_in(agent) for agent in agents.values()}) > 1:
+        raise BadInput("expected the same --burn_in and --use_lstm of all policies")
+    for name, part in envs.policies.items():
+        rows = map_structure(lambda x, part=part: x[:, part].flatten(0, 1), step)
+        if not all(x.isfinite().all() for _, x in leaves(rows["observation"])):
+            raise BadInput(f"environment {env.name}: an observation is not finite")
+        specs[name] = rollouts.specs(agents[name], rows, flags)
+    return specs
+
+
+def ended_episodes(batches, metrics, T):
+    """Returns what is logged of episodes: {name: tensor [2], sum and number}, over all
+    agents and of each policy."""
+    of_policies = {name: rollouts.ended_episodes(x, T) for name, x in batches.items()}
+    totals = {}
+    for policy, episodes in of_policies.items():
+        for name, x in episodes.items():
+            totals[name] = totals.get(name, 0) + x
+        if len(batches) > 1:
+            totals[f"episode/{policy}_return"] = episodes["episode_return"]
+    return {**totals, **{f"episode/{name}": x for name, x in metrics.items()}}
+
+
+def train(flags):
+    """Trains until --total_steps or a signal. Returns the exit code.
+
+    Raises BadInput before anything is started.
+    """
+    env = polybeast_env.create_warp_env(flags)
+    if env is None:
+        raise BadInput(
+            f"--env {flags.env}: expected an environment on the device, such as "
+            "warp/CartPole"
+        )
+    warp.check(env)
+    num_agents = warp.num_agents(env)
+    set_defaults(flags, num_agents)
+    flags.seed = seeds.set_seed(flags.seed)
+    device = devices.get_device(flags, "learner_device")
+    ranks.current.use_device(device)
+    torch.set_num_threads(machine.num_cores())
+    devices.choose_precision(flags, env.observation_space)
+    num_envs = ranks.current.share(flags.num_envs)
+    agent = make_agent(flags, env)
+    several = isinstance(agent, Policies)
+    agents = agent.agents if several else dict.fromkeys(env.policies, agent)
+    for name in () if several else (*flags.policy_flags, *flags.freeze):
+        check_policy(env, name)
+        raise BadInput(f"{env.name} has one policy, whose flags are the program's own")
+    specs = first_steps(env, agents, flags)
+    check_memory(env, num_envs, specs, device)
+    run = Run(flags, num_agents=num_agents)
+    run.open()
+    learner = Learner(flags, run, agent, None, device, polybeast_env.create_env)
+    log.info(
+        f"{flags.env}: {num_envs} environments of {num_agents} agents on {device}, "
+        f"{flags.precision}; results in {run.path}"
+    )
+    for name, x in agents.items():
+        log.info("%s%s", f"{name}: " if several else "", summary(x.net))
+
+    def body(signals):
+        learner.start()
+        acting = Rollouts(flags, env, num_envs, agents, specs, device)
+        batches = acting.buffers
+        if not several:
+            (batches,) = batches.values()
+        while not learner.finished:
+            signals.check()
+            agent.net.eval()
+            metrics = acting.next()
+            agent.net.train()
+            episodes = ended_episodes(acting.buffers, metrics, flags.unroll_length)
+            try:
+                learner.update(batches, episodes, [learner.updates])
+            except Stop as e:
+                e.args = (f"{e}{acting.not_finite()}",)
+                raise
+
+    return learner.train(body)
+
+
+def main(argv=None):
+    create_env = polybeast_env.create_env
+    return run_program("warpbeast", program_parser, train, create_env, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
