@@ -1,5 +1,7 @@
 """Which encoder observations get, and what it makes of them."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +108,15 @@ def test_the_order_of_an_images_dimensions_does_not_matter(order):
     torch.testing.assert_close(
         encoder(x[None]), reference(torch.as_tensor(image)[None])
     )
+
+
+def test_a_compiled_encoder_takes_batches_of_several_sizes():
+    encoder = make_encoder(box(16, 16, 3), "shallow")
+    compiled = copy.deepcopy(encoder)
+    compiled.compile(backend="aot_eager")
+    for N in (2, 5, 3):
+        x = torch.randint(0, 256, (N, 16, 16, 3), dtype=torch.uint8)
+        torch.testing.assert_close(compiled(x), encoder(x))
 
 
 def test_a_stack_of_frames_is_one_image_of_all_their_channels():

@@ -277,7 +277,8 @@ class ImageEncoder(nn.Module):
     def forward(self, x):
         if x.is_cuda:
             return self._encode(x)
-        size = max(1, SLICE_BYTES * len(x) // max(1, x.nbytes))
+        num_bytes = x[:1].numel() * x.element_size()
+        size = max(1, SLICE_BYTES // max(1, num_bytes))
         return torch.cat([self._encode(part) for part in x.split(size)])
 
     def _encode(self, x):
