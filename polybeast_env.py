@@ -66,7 +66,7 @@ def create_env(flags, num_envs, render_mode=None):
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
     """
     if is_warp(flags.env):
-        from torchbeast.warp import HostEnvironment  # With torch.
+        from torchbeast.warp_host import HostEnvironment  # With torch.
 
         return HostEnvironment(create_warp_env(flags), num_envs)
     if atari_wrappers.is_atari(flags.env):

@@ -34,6 +34,7 @@ from torchbeast.learner import Learner
 from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
+from torchbeast.warp_check import check
 
 WARM_UP = 3  # Rollouts that are not captured yet: libraries choose their kernels.
 
@@ -263,8 +264,6 @@ def first_steps(env, agents, flags):
         raise BadInput("expected the same --burn_in and --use_lstm of all policies")
     for name, part in envs.policies.items():
         rows = map_structure(lambda x, part=part: x[:, part].flatten(0, 1), step)
-        if not all(x.isfinite().all() for _, x in leaves(rows["observation"])):
-            raise BadInput(f"environment {env.name}: an observation is not finite")
         specs[name] = rollouts.specs(agents[name], rows, flags)
     return specs
 
@@ -293,7 +292,7 @@ def train(flags):
             f"--env {flags.env}: expected an environment on the device, such as "
             "warp/CartPole"
         )
-    warp.check(env)
+    check(env)
     num_agents = warp.num_agents(env)
     set_defaults(flags, num_agents)
     flags.seed = seeds.set_seed(flags.seed)

@@ -12,6 +12,8 @@ from tests import warp_references
 from torchbeast import consistency, environment, warp
 from torchbeast.environment import map_structure
 from torchbeast.process import BadInput
+from torchbeast.warp_check import check
+from torchbeast.warp_host import HostEnvironment
 
 CPU = torch.device("cpu")
 SMALL_TAG = dict(num_taggers=3, num_runners=5, size=4.0, max_steps=40, num_nearest=4,
@@ -38,7 +40,7 @@ def make(name, **kwargs):
 def test_an_environment_is_its_reference(case):
     name, args = ENVS[case]
     env, reference = make(name, **args), getattr(warp_references, name)(**args)
-    warp.check(env)
+    check(env)
     consistency.compare(env, reference, num_envs=3, num_steps=60)
 
 
@@ -167,7 +169,7 @@ class Nested(warp_envs.CartPole):
 
 
 def test_entries_of_observations_may_be_in_any_order():
-    warp.check(Nested())
+    check(Nested())
 
 
 class Infinite(warp_envs.CartPole):
@@ -179,7 +181,7 @@ class Infinite(warp_envs.CartPole):
 
 
 def test_rewards_that_are_not_finite_are_refused_in_the_other_programs():
-    host = warp.HostEnvironment(Infinite(), 2)
+    host = HostEnvironment(Infinite(), 2)
     host.initial(1)
     with pytest.raises(environment.BadStep, match="reward of environment 0 is inf"):
         host.step(np.ones(2, np.int64))
@@ -259,7 +261,7 @@ def test_each_environment_begins_anew_by_itself():
 
 
 def test_the_other_programs_see_a_row_for_each_agent():
-    host = warp.HostEnvironment(make_leaving(), 2)
+    host = HostEnvironment(make_leaving(), 2)
     assert (host.num_envs, host.num_agents) == (6, 3)
     first = host.initial(7)
     assert first["observation"].shape == (6, 2) and first["done"].all()
@@ -267,8 +269,8 @@ def test_the_other_programs_see_a_row_for_each_agent():
     assert steps[0]["terminated"].tolist() == [True, False, False] * 2
     assert steps[2]["truncated"].tolist() == [False, False, True] * 2
     assert host.take_metrics() == [{"length": 3.0}]
-    again = warp.HostEnvironment(make_leaving(), 2).initial(7)
-    other = warp.HostEnvironment(make_leaving(), 2).initial(8)
+    again = HostEnvironment(make_leaving(), 2).initial(7)
+    other = HostEnvironment(make_leaving(), 2).initial(8)
     assert (again["observation"] == first["observation"]).all()
     assert (other["observation"] != first["observation"]).any()
     with pytest.raises(ValueError, match="out of bounds"):
@@ -328,6 +330,11 @@ def test_compiled_environments_are_the_same(case):
 # Environments that are wrong.
 
 
+class Broken:
+    def __init__(self):
+        self.x = {}["wind"]
+
+
 def in_place(env, state, action):
     state["t"] += 1
     return Leaving.move(env, state, action)
@@ -353,37 +360,91 @@ def loses_a_state(env, state, action):
     return {"t": state["t"]}, *others
 
 
+def adds_a_state(env, state, action):
+    state, *others = Leaving.move(env, state, action)
+    return {**state, "v": state["u"]}, *others
+
+
+def knows_no_y(env, state, action):
+    return state["y"]
+
+
+def draws(env, u):
+    return Leaving.begin(env, torch.rand(u.shape, device=u.device))
+
+
+def counts(env, state, action):
+    env.count = getattr(env, "count", 0) + 1
+    state, reward, *flags = Leaving.move(env, state, action)
+    return state, reward + env.count, *flags
+
+
 @pytest.mark.parametrize(
     ("name", "function", "error"),
     [
         ("move", in_place, r"move\(\) changes its argument 0/t"),
         ("move", looks, "a GPU would wait"),
         ("move", of_double, r"float64 \[3, 3\] as reward, expected float32"),
-        ("move", loses_a_state, r"move\(\) returned NoneType as 'u'"),
+        ("move", loses_a_state, r"move\(\) returned nothing as 'u', begin\(\) float32"),
+        ("move", adds_a_state, r"returned float32 \[3\] as 'v', begin\(\) nothing"),
+        (
+            "move",
+            knows_no_y,
+            r"move\(\) raised KeyError: 'y' \(test_warp.py, li",
+        ),
+        ("move", counts, r"move\(\) returned two results .*, 1: take what is random"),
         ("move", lambda env, s, a: s, r"else than \(state, reward"),
         ("begin", lambda env, u: u, "expected a dict of tensors"),
         ("begin", elsewhere, "tensors on another device .*: use device=u.device"),
-        ("begin", lambda env, u: {"t": u[0]}, r"expected a tensor \[3, ...\]"),
+        ("begin", lambda env, u: {"t": u[0]}, r"a dict of tensors \[3, ...\]"),
+        ("begin", draws, r"begin\(\) returned two results for the same arguments, u"),
         ("observe", lambda env, s: s["t"], r"expected observation float32 \[3, 3, 2\]"),
         ("observe", lambda env, s: {"x": s["t"]}, "observation/x int64 .*, expected"),
         ("observe", lambda env, s: (s["t"], s["t"]), "expected"),
+        ("observe", lambda env, s: Leaving.observe(env, s) / 0, "observe.*: .* is "),
         ("metrics", lambda env, s: {"x": s["t"]}, r"'x', expected \[3\]"),
+        ("metrics", lambda env, s: {"a b": s["u"]}, "the name 'a b', expected letters"),
+        ("metrics", lambda env, s: {"last_return": s["u"]}, "logged of each policy"),
+        ("metrics", lambda env, s: s["u"], r"returned float32 \[3\], expected a dict"),
     ],
 )
 def test_a_wrong_environment_is_named_with_its_function(name, function, error):
     wrong = type("Wrong", (Leaving,), {name: function})()
     with pytest.raises(BadInput, match=f"environment Wrong: .*{error}"):
-        warp.check(wrong)
+        check(wrong)
 
 
-def test_policies_have_to_share_out_the_agents():
-    for policies in ({"a": slice(1, 3)}, {"a": slice(0, 2), "b": slice(1, 3)}):
-        wrong = type("Wrong", (Leaving,), {"policies": policies})()
-        with pytest.raises(BadInput, match="expected a slice from"):
-            warp.check(wrong)
+TEXT = spaces.Dict(text=spaces.Text(3), x=spaces.Box(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("policies", {"a": slice(1, 3)}, "expected a slice from 0 on"),
+        ("policies", {"a": slice(0, 2), "b": slice(1, 3)}, "expected a slice from 2"),
+        ("policies", {"a": slice(None, None)}, "expected a slice from 0"),
+        ("policies", {"a": 3}, r"policies\['a'\] is 3, expected a slice"),
+        ("policies", [slice(0, 3)], "expected {name: slice of the agents}"),
+        ("policies", {"a.b": slice(0, 3)}, "policy 'a.b': expected a word"),
+        ("policies", {"keys": slice(0, 3)}, "PyTorch has another use for this name"),
+        ("num_uniforms", -1, "num_uniforms is -1, expected 0 or more"),
+        ("num_uniforms", 1.0, "num_uniforms is 1.0, expected 0 or more"),
+        ("observation_space", TEXT, "observation/text is text, expected numbers"),
+        ("observation_space", None, "expected a space of Gymnasium"),
+        ("action_space", spaces.Discrete(4, start=1), "choices that begin at 0"),
+        ("action_space", spaces.Box(0, 9, dtype=int), "is not supported"),
+    ],
+)
+def test_a_wrong_attribute_is_named(name, value, error):
+    wrong = type("Wrong", (Leaving,), {name: value})()
+    with pytest.raises(BadInput, match=f"environment Wrong: .*{error}"):
+        check(wrong)
+
+
+def test_an_environment_without_a_function_is_named():
     without = {k: x for k, x in vars(Leaving).items() if k in ("begin", "move")}
     with pytest.raises(BadInput, match="Wrong: it has no observation_space"):
-        warp.check(type("Wrong", (), without)())
+        check(type("Wrong", (), without)())
 
 
 @pytest.mark.parametrize(
@@ -391,6 +452,7 @@ def test_policies_have_to_share_out_the_agents():
     [
         ("warp/CartPol", {}, "warp_envs has warp/CartPole, warp/MountainCar"),
         ("tests.nothing:warp/X", {}, "No module named 'tests.nothing'"),
+        ("tests.test_warp:warp/Broken", {}, r"KeyError: 'wind' \(test_warp.py, line"),
         ("warp/Tag", {"speed": 1}, "unexpected keyword argument 'speed'"),
         ("warp/Tag", {"actions": "none"}, "expected levels or numbers"),
     ],

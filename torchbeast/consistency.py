@@ -26,6 +26,8 @@ from torchbeast import devices, warp
 from torchbeast.environment import argument, leaves, map_structure
 from torchbeast.flags import Parser, number, run_command
 from torchbeast.process import BadInput
+from torchbeast.spaces import Actions
+from torchbeast.warp_check import check
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDINGS = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -132,7 +134,7 @@ def random_actions(envs, random):
     """Draws actions: choices, and numbers within their bounds or from -1 to 1."""
     shape = envs.num_envs, envs.num_agents
     arrays = []
-    for leaf in warp.Actions(envs.env.action_space, 1).leaves:
+    for leaf in Actions(envs.env.action_space, 1).leaves:
         x = torch.rand((*shape, *leaf.shape), generator=random, dtype=torch.float64)
         if leaf.num_choices is not None:
             x = (x * torch.as_tensor(leaf.num_choices)).long()
@@ -142,7 +144,7 @@ def random_actions(envs, random):
             x = torch.as_tensor(low) + torch.as_tensor(high - low) * x
             x = x.to(envs.dtype)
         arrays.append(x.to(envs.device))
-    return warp.Actions(envs.env.action_space, 1).nest(arrays)
+    return Actions(envs.env.action_space, 1).nest(arrays)
 
 
 def _rows(nest):
@@ -275,7 +277,7 @@ def main(argv=None):
         flags = p.parse_args(argv)
         device = devices.get_device(flags, "device")
         env = warp.make(flags.env, **dict(flags.env_args))
-        warp.check(env)
+        check(env)
         reference = load_reference(flags.reference, dict(flags.env_args))
         try:
             compare(env, reference, flags.num_envs, flags.num_steps, flags.seed, device)

@@ -1,0 +1,75 @@
+"""Environments on the device in the other programs, and in tests: on the CPU, with a
+row for each agent."""
+
+import numpy as np
+import torch
+
+from torchbeast import environment
+from torchbeast.calls import Call
+from torchbeast.environment import leaves, map_structure
+from torchbeast.process import BadInput
+from torchbeast.spaces import Actions, check_finite
+from torchbeast.warp import Environments
+from torchbeast.warp_check import check
+
+
+class HostEnvironment(environment.Environment):
+    """num_envs environments; their rows are the agents of the first one, then those of
+    the next. Raises BadInput if check() does."""
+
+    def __init__(self, env, num_envs):
+        check(env)
+        self.env, self._envs = env, Environments(env, num_envs, torch.device("cpu"))
+        self.name, self.texts = env.name, []
+        self.num_agents = self._envs.num_agents
+        self.num_envs = num_envs * self.num_agents
+        self.policies = self._envs.policies
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+        self.actions = Actions(env.action_space, self.num_envs)
+        self.frames_per_step, self.fps = 1, getattr(env, "fps", 30)
+        self._metrics, self._carry, self._warned = [], None, False
+
+    @torch.inference_mode()
+    def initial(self, seed=None):
+        self._random = torch.Generator()
+        if seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(seed)
+        with Call(f"begin() of {self.name}"):
+            u = self._envs.uniforms(self._random)
+            self._carry, step = self._envs.begin(u)
+        return self._rows(step)
+
+    @torch.inference_mode()
+    def step(self, action):
+        if self._carry is None:
+            raise RuntimeError("Environment.step before Environment.initial")
+        _, action = self.actions.to_environment(action)
+        shape = -1, self.num_agents
+        action = map_structure(
+            lambda x: torch.from_numpy(x).unflatten(0, shape), action
+        )
+        with Call(f"move() of {self.name}"):
+            u = self._envs.uniforms(self._random)
+            self._carry, step, metrics = self._envs.step(self._carry, action, u)
+        totals = {name: x.tolist() for name, x in metrics.items()}
+        if means := {name: x / n for name, (x, n) in totals.items() if n}:
+            self._add_metrics(means)
+        return self._rows(step)
+
+    def _rows(self, step):
+        step = map_structure(lambda x: x.flatten(0, 1).numpy().copy(), step)
+        for name in ("observation", "reward"):
+            for path, x in leaves(step[name], name):
+                check_finite(x, path)
+        return step
+
+    def render(self):
+        if not hasattr(self.env, "draw"):
+            raise BadInput(f"environment {self.name} cannot be shown: it has no draw()")
+        return np.asarray(self.env.draw(self._carry["state"]))
+
+    def close(self):
+        pass
