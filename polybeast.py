@@ -467,7 +467,7 @@ def train(flags):
 
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags)
-    streams.check_sizes(flags, step, specs)
+    streams.check_sizes(flags, step, specs, env.num_agents)
     run = Run(flags, env.frames_per_step, env.num_agents)
     run.open()
     weights = PublishedWeights(agent.net, actor_device)

@@ -66,10 +66,20 @@ def create_env(flags, num_envs, render_mode=None):
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
     """
     if is_warp(flags.env):
+        if render_mode == "human":
+            raise BadInput(
+                f"environment {flags.env} is not shown on a screen: use --mode test "
+                "--video FILE.mp4"
+            )
         from torchbeast.warp_host import HostEnvironment  # With torch.
 
         return HostEnvironment(create_warp_env(flags), num_envs)
     if atari_wrappers.is_atari(flags.env):
+        if flags.env_args:
+            raise BadInput(
+                "--env_args: Atari's games have --sticky_actions, --full_action_space "
+                "and --terminal_on_life_loss instead"
+            )
         options = {
             "sticky_actions": flags.sticky_actions,
             "full_action_space": flags.full_action_space,

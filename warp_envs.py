@@ -204,6 +204,17 @@ class Catch:
         return board.float().unflatten(-1, (self.rows, self.columns))
 
 
+def expect(kind, low, high=math.inf, **arguments):
+    """Raises ValueError that names an argument of a constructor which is no number of
+    this kind, int or float, from low to high."""
+    for name, x in arguments.items():
+        is_number = isinstance(x, (int, kind)) and not isinstance(x, bool)
+        if not is_number or not low <= x <= high or math.isinf(x):
+            what = "an integer" if kind is int else "a number"
+            limits = f"{low} or more" if high == math.inf else f"{low} to {high}"
+            raise ValueError(f"{name} is {x!r}, expected {what}, {limits}")
+
+
 class TagGridWorld:
     """Taggers against one runner on a grid (WarpDrive, Lan et al., arXiv 2108.13976).
 
@@ -226,10 +237,13 @@ class TagGridWorld:
         observation="full",
         random_starts=True,
     ):
-        if num_taggers < 1 or size < 1 or max_steps < 1:
-            raise ValueError("num_taggers, size and max_steps: expected 1 or more")
+        expect(int, 1, num_taggers=num_taggers, size=size, max_steps=max_steps)
         if observation not in ("full", "partial"):
-            raise ValueError(f"observation {observation!r}, expected full or partial")
+            raise ValueError(f"observation is {observation!r}, expected full, partial")
+        if not isinstance(random_starts, bool):
+            raise ValueError(
+                f"random_starts is {random_starts!r}, expected True, False"
+            )
         self.size, self.max_steps, self.full = size, max_steps, observation == "full"
         self.random_starts = random_starts
         self.num_agents = N = num_taggers + 1
@@ -330,13 +344,17 @@ class Tag:
         tagging_distance=0.02,
         edge_cost=0.0,
     ):
+        expect(int, 1, num_taggers=num_taggers, num_runners=num_runners)
         N = num_taggers + num_runners
-        if min(num_taggers, num_runners, max_steps, size, levels) < 1:
-            raise ValueError("expected taggers, runners, steps, size and levels")
-        if not 1 <= num_nearest < N:
-            raise ValueError(f"num_nearest {num_nearest}, expected 1 to {N - 1}")
+        expect(int, 1, max_steps=max_steps)
+        expect(int, 1, N - 1, num_nearest=num_nearest)
+        expect(int, 2, levels=levels)
+        expect(float, 1e-3, size=size, max_speed=max_speed)
+        expect(float, 1e-3, tagger_skill=tagger_skill, runner_skill=runner_skill)
+        expect(float, 1e-3, max_acceleration=max_acceleration, max_turn=max_turn)
+        expect(float, 0, tagging_distance=tagging_distance, edge_cost=edge_cost)
         if actions not in ("levels", "numbers"):
-            raise ValueError(f"actions {actions!r}, expected levels or numbers")
+            raise ValueError(f"actions is {actions!r}, expected levels, numbers")
         self.num_agents, self.num_taggers, self.num_nearest = (
             N,
             num_taggers,

@@ -36,6 +36,7 @@ from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.warp_check import check
 
+CHECKED = "observation", "reward"  # Whether they are finite.
 WARM_UP = 3  # Rollouts that are not captured yet: libraries choose their kernels.
 
 # WarpDrive's run (salesforce/warp-drive, run_configs/tag_gridworld.yaml).
@@ -150,12 +151,19 @@ class Rollouts:
         self.carry = map_structure(torch.clone, carry)
         self.fields = list(step)
         self.metrics = {}
+        self._checked = [(name, key) for name in agents for key in CHECKED]
+        self._finite = torch.ones(len(self._checked), dtype=torch.bool, device=device)
+        self._unread = self._finite, None  # On its way to the CPU.
         self._write(step, 0)
         self._num, self._graph = 0, None
 
     def next(self):
         """Fills the buffers with T new steps, the first time with K + T. Returns {name:
-        tensor [2], sum and number} of the environments' metrics."""
+        tensor [2], sum and number} of the environments' metrics.
+
+        Raises Stop if an environment returned what is not finite: on a GPU in the
+        rollout before, so as not to wait for this one.
+        """
         K = self.burn_in
         if self._num == 0 or self.envs.device.type == "cpu":
             self._fill(0 if self._num == 0 else K)
@@ -168,7 +176,20 @@ class Rollouts:
                     self._fill(K)
             self._graph.replay()
         self._num += 1
+        self._check_finite()
         return self.metrics
+
+    def _check_finite(self):
+        finite, read = self._finite.to("cpu", non_blocking=True), None
+        if finite.device != self._finite.device:
+            read = torch.cuda.current_stream(self._finite.device).record_event()
+            (finite, read), self._unread = self._unread, (finite, read)
+        if read is not None:
+            read.synchronize()
+        for (policy, key), x in zip(self._checked, finite.tolist()):
+            if not x:
+                what = f"a number in the {key} of {policy} is not finite"
+                raise Stop(f"{self.envs.env.name}: {what}", save=False)
 
     @torch.inference_mode()
     def _fill(self, begin):
@@ -202,6 +223,12 @@ class Rollouts:
         for name, x in self.core_states.items():
             map_structure(_copy, tuple(states[name]), x)
         self.metrics = metrics
+        finite = [
+            torch.stack([x.isfinite().all() for _, x in leaves(buffers[key])]).all()
+            for buffers in self.buffers.values()
+            for key in CHECKED
+        ]
+        self._finite.copy_(torch.stack(finite))
 
     def _of_envs(self, x):
         """[1, B, ...] as [E, n, ...]."""
@@ -215,14 +242,6 @@ class Rollouts:
                 self._of_envs(buffer[t : t + 1]).copy_(x[:, part])
 
             map_structure(write, step, self.buffers[name])
-
-    def not_finite(self):
-        """Returns a text: what environments have returned that is not finite."""
-        for name, buffers in self.buffers.items():
-            for key in ("observation", "reward"):
-                if not all(x.isfinite().all() for _, x in leaves(buffers[key])):
-                    return f": the {key} of {name} was not finite"
-        return ""
 
 
 def _copy(x, into):
@@ -331,11 +350,7 @@ def train(flags):
             metrics = acting.next()
             agent.net.train()
             episodes = ended_episodes(acting.buffers, metrics, flags.unroll_length)
-            try:
-                learner.update(batches, episodes, [learner.updates])
-            except Stop as e:
-                e.args = (f"{e}{acting.not_finite()}",)
-                raise
+            learner.update(batches, episodes, [learner.updates])
 
     return learner.train(body)
 

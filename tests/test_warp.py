@@ -454,7 +454,26 @@ def test_an_environment_without_a_function_is_named():
         ("tests.nothing:warp/X", {}, "No module named 'tests.nothing'"),
         ("tests.test_warp:warp/Broken", {}, r"KeyError: 'wind' \(test_warp.py, line"),
         ("warp/Tag", {"speed": 1}, "unexpected keyword argument 'speed'"),
-        ("warp/Tag", {"actions": "none"}, "expected levels or numbers"),
+        (
+            "warp/Tag",
+            {"actions": "none"},
+            "actions is 'none', expected levels, numbers",
+        ),
+        ("warp/Tag", {"levels": 1}, "levels is 1, expected an integer, 2 or more"),
+        ("warp/Tag", {"num_nearest": 110}, "num_nearest is 110, .* 1 to 109"),
+        ("warp/Tag", {"size": "big"}, "size is 'big', expected a number"),
+        ("warp/Tag", {"size": np.inf}, "size is inf"),
+        ("warp/TagGridWorld", {"size": 2.5}, "size is 2.5, expected an integer, 1 or"),
+        (
+            "warp/TagGridWorld",
+            {"max_steps": True},
+            "max_steps is True, expected an int",
+        ),
+        (
+            "warp/TagGridWorld",
+            {"random_starts": 2},
+            "random_starts is 2, expected True",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_named(env_id, args, error):

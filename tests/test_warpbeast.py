@@ -40,6 +40,10 @@ class Overflowing(test_warp.Leaving):
         return super().observe(state) * 1e38 ** state["t"][:, :, None]
 
 
+class Infinite(test_warp.Infinite):
+    """Its rewards are infinite."""
+
+
 class Bounded(test_warp.Leaving):
     """With another kind of action, of which the reward is the largest at 0.5."""
 
@@ -257,6 +261,19 @@ def test_episodes_are_counted_once():
 # Bad input.
 
 
+def test_a_game_of_tensors_is_not_shown_on_a_screen(tmp_path, monkeypatch):
+    start(tmp_path, "--env", "warp/Catch", steps=40)
+    monkeypatch.setenv("DISPLAY", ":0")
+    args = ("--savedir", tmp_path, "--mode", "test_render")
+    assert "use --mode test --video" in refusal(*args, module="warpbeast")
+
+
+def test_polybeast_counts_the_agents_of_a_stream(tmp_path):
+    args = ("--env", "warp/TagGridWorld", "--envs_per_server", 1000, "--num_servers", 1)
+    line = refusal(*args, "--savedir", tmp_path, module="polybeast")
+    assert "at most 4,096 agents, these environments have 5 each" in line
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [
@@ -287,11 +304,14 @@ def test_what_does_not_fit_is_refused_with_its_bytes(tmp_path):
     assert "the rollouts need " in line and "smaller --num_envs" in line
 
 
-def test_observations_that_are_not_finite_are_named(tmp_path):
-    args = ("--env", "tests.test_warpbeast:warp/Overflowing")
+@pytest.mark.parametrize(
+    ("env", "field"), [("Overflowing", "observation"), ("Infinite", "reward")]
+)
+def test_what_is_not_finite_is_named(env, field, tmp_path):
+    args = ("--env", f"tests.test_warpbeast:warp/{env}")
     result = main(*warp_run(tmp_path, *args), module="warpbeast")
     assert result.returncode == 1
-    assert "the observation of agent was not finite" in result.stderr
+    assert f"warp/{env}: a number in the {field} of agent is not fini" in result.stderr
 
 
 @pytest.mark.slow

@@ -96,24 +96,31 @@ def check_open_files(flags, num_streams):
     allow_open_files(FILES_PER_STREAM * num_streams + 2 * guests, remedy)
 
 
-def check_sizes(flags, step, specs):
+def check_sizes(flags, step, specs, num_agents=1):
     """Raises BadInput if servers of its own make steps that are too large for a
     message, or if rollouts need more memory than there is.
 
-    step: arrays [E, ...]; specs: of one rollout, see rollouts.specs().
+    step: arrays [E, ...]; specs: of one rollout, see rollouts.specs(); num_agents: of
+    one environment.
     """
-    num_envs = 1
+    num_rows = 1
     if flags.server_addresses is None:
-        size = sum(x.nbytes // len(x) for _, x in leaves(step)) * flags.envs_per_server
+        num_rows = flags.envs_per_server * num_agents
+        if num_rows > MAX_ENVS:
+            raise BadInput(
+                f"--envs_per_server {flags.envs_per_server}: a stream has at most "
+                f"{MAX_ENVS:,} agents, these environments have {num_agents:,} each"
+            )
+        size = sum(x.nbytes // len(x) for _, x in leaves(step)) * num_rows
         if size > MAX_STEP_BYTES:
             raise BadInput(
                 f"a step of {flags.envs_per_server} environments has {size:,} bytes, "
                 f"expected at most {MAX_STEP_BYTES:,}: use a smaller --envs_per_server"
             )
-        num_envs = flags.num_servers * flags.envs_per_server
+        num_rows *= flags.num_servers
     # Those that are filled, those in the queue, and those that are learned from.
     batch_size = ranks.current.share(flags.batch_size)
-    rollouts.check_memory(specs, num_envs + 3 * batch_size)
+    rollouts.check_memory(specs, num_rows + 3 * batch_size)
 
 
 def addresses(flags):
