@@ -241,9 +241,7 @@ class TagGridWorld:
         if observation not in ("full", "partial"):
             raise ValueError(f"observation is {observation!r}, expected full, partial")
         if not isinstance(random_starts, bool):
-            raise ValueError(
-                f"random_starts is {random_starts!r}, expected True, False"
-            )
+            raise ValueError(f"random_starts is {random_starts!r}, expected a bool")
         self.size, self.max_steps, self.full = size, max_steps, observation == "full"
         self.random_starts = random_starts
         self.num_agents = N = num_taggers + 1

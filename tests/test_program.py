@@ -429,6 +429,8 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--mode", "test"], ["no checkpoint at", "model.tar"]),
         (["--mode", "test", "--xpid", "absent"], ["absent/model.tar"]),
         (["--xpid", "a/b"], ["--xpid", "a/b"]),
+        (["--env", "PongNoFrameskip-v4", "--env_args", "mode=1"],
+         ["--env_args", "--sticky_actions"]),
         (["--env", FAULTY + "Bytes-v0"], ["action space Box", "Discrete"]),
         (["--env", FAULTY + "Text-v0"], ["observation space Text"]),
     ],

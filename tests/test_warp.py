@@ -472,7 +472,7 @@ def test_an_environment_without_a_function_is_named():
         (
             "warp/TagGridWorld",
             {"random_starts": 2},
-            "random_starts is 2, expected True",
+            "random_starts is 2, expected a b",
         ),
     ],
 )
