@@ -158,11 +158,13 @@ class Agent(polybeast.Agent):
         return Net(encoder, action_space, self.flags.use_lstm, shared)
 
     def start_learning(self, device):
-        flags, share = self.flags, ranks.current.share(self.flags.batch_size)
-        if flags.use_lstm and flags.num_minibatches > share:
+        flags, most = self.flags, ranks.current.share(self.flags.batch_size)
+        what = "rollouts (a minibatch has whole ones, --use_lstm)"
+        if not flags.use_lstm:
+            most, what = most * flags.unroll_length, "steps"
+        if flags.num_minibatches > most:
             raise BadInput(
-                f"--num_minibatches {flags.num_minibatches} is too large: with "
-                f"--use_lstm, a minibatch has whole rollouts, and a batch has {share}"
+                f"--num_minibatches {flags.num_minibatches}: a batch has {most} {what}"
             )
         super().start_learning(device)
 
@@ -242,9 +244,9 @@ class Agent(polybeast.Agent):
     def minibatches(self, data):
         """Yields parts of the data in random order: of the steps, or of the rollouts
         where the network is recurrent."""
-        num = data["real"].shape[1]
+        _, num = data["real"].shape
         order = torch.randperm(num, device=data["real"].device)
-        for part in order.tensor_split(min(num, self.flags.num_minibatches)):
+        for part in order.tensor_split(self.flags.num_minibatches):
             yield map_structure(lambda x, part=part: x[:, part], data)
 
     def gradient_step(self, part):

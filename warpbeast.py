@@ -76,6 +76,9 @@ def program_parser(agent="polybeast"):
     p = PolicyParser(
         prog="warpbeast",
         description="Trains an agent with environments that are tensor programs.",
+        epilog="Of several policies, each may have flags of its own: "
+        "--POLICY.FLAG, such as --tagger.learning_rate 5e-4. A batch has a rollout of "
+        "each agent in each environment: --num_envs takes the place of --batch_size.",
         parents=[
             polybeast_env.environment_parser(),
             run_parser(),

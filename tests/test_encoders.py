@@ -144,3 +144,5 @@ def test_the_summary_names_each_entry_and_counts_the_parameters():
         "24 x 32 x 3), observation/rest/0 (1 of 4), observation/rest/1 (numbers, 5), "
         f"without observation/mission (text), {count:,} parameters"
     )
+    both = torch.nn.ModuleList([encoder, make_encoder(space)])
+    assert summary(both).count("observation/cards") == 1

@@ -11,7 +11,7 @@ import monobeast
 import polybeast_env
 import ppo
 from tests import envs
-from tests.programs import main, read_logs
+from tests.programs import main, read_logs, refusal
 from tests.test_agent import make_actor
 from torchbeast import environment
 from torchbeast.environment import map_structure
@@ -238,11 +238,17 @@ def test_advantages_far_from_zero_are_normalized():
     torch.testing.assert_close(got.std(correction=0), torch.ones(()), rtol=0.01, atol=0)
 
 
-def test_more_minibatches_than_rollouts_are_refused_with_an_lstm(tmp_path):
-    args = ["--agent", "ppo", "--env", "CartPole-v1", "--use_lstm", "--batch_size", 8]
-    result = main(*args, "--num_actors", 0, "--savedir", tmp_path)
-    assert result.returncode == 2
-    assert "--num_minibatches 16 is too large: with --use_lstm" in result.stderr
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--use_lstm", "--batch_size", 8], "16: a batch has 8 rollouts (a minibatch"),
+        (["--unroll_length", 5, "--batch_size", 3], "16: a batch has 15 steps"),
+    ],
+)
+def test_more_minibatches_than_a_batch_has_parts_are_refused(flags, error, tmp_path):
+    args = ["--agent", "ppo", "--env", "CartPole-v1", "--num_actors", 0]
+    line = refusal(*args, *flags, "--savedir", tmp_path)
+    assert f"--num_minibatches {error}" in line
 
 
 def test_presets_are_defaults_that_flags_override(tmp_path):

@@ -282,7 +282,11 @@ def test_polybeast_counts_the_agents_of_a_stream(tmp_path):
         (["--batch_size", 3], "--batch_size: a batch has a rollout of each agent"),
         (["--env", "warp/Tag", "--agent", "r2d2"], "needs a Discrete action space"),
         ([*GRID, "--hunter.learning_rate", 1], "has no policy 'hunter', it has tagger"),
-        ([*GRID, "--tagger.num_envs", 1], "--tagger.num_envs: expected a flag of --ag"),
+        ([*GRID, "--tagger.num_envs", 1], "policy tagger: --num_envs: expected a flag"),
+        (
+            [*GRID, "--tagger.alpha", "x"],
+            "policy tagger: error: argument --alpha: 'x' is",
+        ),
         ([*GRID, "--freeze", "all"], "has no policy 'all'"),
         ([*GRID, "--agent", "r2d2", "--runner.no-use_lstm"], "the same --burn_in and"),
         (["--agent.learning_rate", 1], "has one policy, whose flags are the program's"),
@@ -296,6 +300,12 @@ def test_bad_input_is_one_line(tmp_path, args, error):
     line = refusal(*args, "--savedir", tmp_path, module="warpbeast")
     assert error in line
     assert not list(tmp_path.iterdir())
+
+
+def test_what_an_agent_refuses_is_said_of_its_policy(tmp_path):
+    args = warp_run(tmp_path, *GRID, "--agent", "ppo", "--runner.num_minibatches", 99)
+    line = refusal(*args, module="warpbeast")
+    assert "policy runner: --num_minibatches 99: a batch has 40 steps" in line
 
 
 def test_what_does_not_fit_is_refused_with_its_bytes(tmp_path):

@@ -1,6 +1,7 @@
 """Makes the agent that --agent names; of several policies in one environment, an agent
 for each."""
 
+import contextlib
 import re
 
 import torch
@@ -44,22 +45,22 @@ class Policies:
         for name in (*flags.policy_flags, *flags.freeze):
             check_policy(env, name)
         make = load_agent(flags.agent).Agent
-        self.agents = {
-            name: make(
-                self._flags(flags, name), env.observation_space, env.action_space
-            )
-            for name in self.slices
-        }
+        self.agents = {}
+        for name in self.slices:
+            with _naming(name):
+                own = self._flags(flags, name)
+                self.agents[name] = make(own, env.observation_space, env.action_space)
         self.net = nn.ModuleDict({name: x.net for name, x in self.agents.items()})
 
     def _flags(self, flags, name):
-        p = Parser(prog="warpbeast", parents=[agent_parser(flags.agent)])
+        p = Parser(
+            prog=f"warpbeast: policy {name}", parents=[agent_parser(flags.agent)]
+        )
         p.set_defaults(**vars(flags))
         words = flags.policy_flags.get(name, [])
         own, unknown = p.parse_known_args(words)
         if unknown:
-            what = unknown[0].removeprefix("--")
-            raise BadInput(f"--{name}.{what}: expected a flag of --agent {flags.agent}")
+            raise BadInput(f"{unknown[0]}: expected a flag of --agent {flags.agent}")
         share = self.sizes[name] / self.num_agents
         own.batch_size = round(flags.batch_size * share)
         own.total_steps = max(1, round(flags.total_steps * share))
@@ -90,10 +91,11 @@ class Policies:
         return {"action": action}, core_states
 
     def start_learning(self, device):
-        for agent in self.agents.values():
+        for name, agent in self.agents.items():
             if agent.flags.compile:
                 agent.net.compile()
-            agent.start_learning(device)
+            with _naming(name):
+                agent.start_learning(device)
 
     def learn(self, batches):
         return {
@@ -109,6 +111,15 @@ class Policies:
     def load_state_dict(self, state):
         for name, agent in self.agents.items():
             agent.load_state_dict(state[name])
+
+
+@contextlib.contextmanager
+def _naming(policy):
+    """A context in which BadInput gets a policy's name."""
+    try:
+        yield
+    except BadInput as e:
+        raise BadInput(f"policy {policy}: {e}") from e
 
 
 def check_policy(env, name):

@@ -80,6 +80,7 @@ def summary(net, texts=()):
     """Returns a line that names what each encoder of a network encodes, the
     observations of text, which are left out, and the number of parameters."""
     parts = [m.encodes for m in net.modules() if hasattr(m, "encodes")]
+    parts = list(dict.fromkeys(parts))  # Policy and value may have one each.
     if texts:
         parts.append(f"without {', '.join(texts)} (text)")
     parts.append(f"{sum(p.numel() for p in net.parameters()):,} parameters")
