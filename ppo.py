@@ -251,8 +251,7 @@ class Agent(polybeast.Agent):
 
     def gradient_step(self, part):
         parameters = list(self.net.parameters())
-        for parameter in parameters:
-            parameter.grad = None
+        self.optimizer.zero_grad()
         outputs, _ = self.net(part, part["core_state"])
         loss, statistics = self.loss(part, outputs)
         loss.backward()

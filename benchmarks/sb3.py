@@ -3,7 +3,7 @@ elsewhere PPO with its own defaults, which are those of CleanRL for MuJoCo.
 
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 ale-py \\
-        opencv-python-headless mujoco==3.17.0 imageio
+        opencv-python-headless mujoco==3.17.0 imageio packaging
     /tmp/sb3/bin/python benchmarks/sb3.py --algorithm a2c --steps 3000000 \\
         --env BreakoutNoFrameskip-v4 --out ~/logs/sb3/a2c
 
