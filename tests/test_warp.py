@@ -10,7 +10,7 @@ from gymnasium import spaces
 import warp_envs
 from tests import warp_references
 from torchbeast import consistency, environment, warp
-from torchbeast.environment import map_structure
+from torchbeast.environment import leaves, map_structure
 from torchbeast.process import BadInput
 from torchbeast.warp_check import check
 from torchbeast.warp_host import HostEnvironment
@@ -323,7 +323,7 @@ def test_compiled_environments_are_the_same(case):
         action = torch.randint_like(action, 2)
         carry, step, _ = envs.step(carry, action, u)
         other, expected, _ = compiled(other, action, u)
-        for (path, x), (_, y) in zip(warp.leaves(step), warp.leaves(expected)):
+        for (path, x), (_, y) in zip(leaves(step), leaves(expected)):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=path)
 
 
