@@ -24,7 +24,7 @@ ABILITIES = {
     "pendulum": (
         "Pendulum-v1",
         ["--normalize_observations", "--normalize_rewards", "--batch_size", 8,
-         "--entropy_cost", 0.001],
+         "--entropy_cost", 0.001, "--discounting", 0.95, "--learning_rate", 3e-4],
         -250,
         400_000,
     ),
