@@ -41,7 +41,7 @@ test: lint csrc-test
 		tests/dialing_faults.py >/dev/null
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS)
 
-test-slow: csrc-test-slow $(VENV)/.fleets
+test-slow: csrc-test-slow $(VENV)/.slow
 	$(python) -m pytest -n 3 --dist worksteal -m slow $(ARGS)
 
 test-faults: setup
@@ -133,13 +133,14 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 		$(examples:%=-r %)
 	touch $@
 
-# The engines that the tests of fleets run on.
-$(VENV)/.fleets: $(VENV)/.dev
+# What slow tests need: the engines that fleets run on, and Triton's interpreter.
+$(VENV)/.slow: $(VENV)/.dev
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
 		$(MAKE) --no-print-directory system-package \
 		PACKAGE="slurmctld slurmd slurm-client munge"
 	$(python) -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.txt ray==2.60.0 kubernetes-validate==1.34.1
+		--constraint requirements.txt ray==2.60.0 kubernetes-validate==1.34.1 \
+		triton==3.8.0
 	touch $@
 
 # The C++ part, built in place.

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from torchbeast.nearest import nearest
+
 ONE = {"agent": slice(0, 1)}  # The policies where there is one agent.
 
 
@@ -353,11 +355,8 @@ class Tag:
         expect(float, 0, tagging_distance=tagging_distance, edge_cost=edge_cost)
         if actions not in ("levels", "numbers"):
             raise ValueError(f"actions is {actions!r}, expected levels, numbers")
-        self.num_agents, self.num_taggers, self.num_nearest = (
-            N,
-            num_taggers,
-            num_nearest,
-        )
+        self.num_agents, self.num_taggers = N, num_taggers
+        self.num_nearest = num_nearest
         self.size, self.max_steps, self.max_speed = size, max_steps, max_speed
         self.tagging_distance, self.edge_cost = tagging_distance, edge_cost
         self.policies = {
@@ -449,30 +448,6 @@ class Tag:
         runs = ~self.is_tagger[alive]
         radius = self.tagging_distance * self.size
         return _draw(state["at"][0][alive], runs, self.size, radius)
-
-
-MAX_PAIRS = 2**24  # At a time.
-INFINITE = 0x7F800000  # Its bits in float32.
-
-
-def nearest(at, alive, K):
-    """Returns (indices [E, N, K] of the K agents nearest to each, without itself and
-    those that are not alive; which of them there are), at places [E, N, 2]. Of those as
-    near, the first ones."""
-    E, N, _ = at.shape
-    own = torch.arange(N, device=at.device)
-    parts = max(1, E * N * N // MAX_PAIRS)
-    found = []
-    for place, here in zip(at.tensor_split(parts), alive.tensor_split(parts)):
-        x, y = place.unbind(-1)
-        far = (x[:, :, None] - x[:, None]).square()  # [E, N, N]
-        far = far + (y[:, :, None] - y[:, None]).square()
-        none = (own == own[:, None]) | ~here[:, None]
-        # The bits of floats above 0 are in the floats' own order.
-        order = far.float().masked_fill(none, torch.inf).view(torch.int32)
-        found.append((order.long() * N + own).topk(K, largest=False).values)
-    found = torch.cat(found)
-    return found % N, found // N < INFINITE
 
 
 def _draw(at, is_runner, size, radius=None):

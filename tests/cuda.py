@@ -5,9 +5,15 @@ import pytest
 import torch
 
 import polybeast
-from tests import test_learner, test_warp, test_warpbeast, warp_references
+from tests import (
+    test_learner,
+    test_nearest,
+    test_warp,
+    test_warpbeast,
+    warp_references,
+)
 from tests.programs import read_logs, run
-from torchbeast import consistency, devices
+from torchbeast import consistency, devices, nearest
 from torchbeast.learner import PublishedWeights
 
 CUDA = torch.device("cuda:0")
@@ -113,6 +119,15 @@ def test_an_environment_on_the_gpu_is_its_reference(case):
     name, args = test_warp.ENVS[case]
     env, reference = test_warp.make(name, **args), getattr(warp_references, name)
     consistency.compare(env, reference(**args), 3, 40, device=CUDA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_agents", [110, 140, 1000])
+def test_the_nearest_agents_on_the_gpu_are_those_on_the_cpu(num_agents, dtype):
+    at, alive = test_nearest.agents(20, num_agents, dtype=dtype)
+    expected = nearest.nearest(at, alive, 10)
+    found = nearest.nearest(at.to(CUDA), alive.to(CUDA), 10)
+    test_nearest.assert_same([x.cpu() for x in found], expected)
 
 
 @pytest.mark.parametrize(

@@ -293,23 +293,6 @@ def test_numbers_are_clipped_to_the_bounds_of_actions():
     assert torch.equal(one["state"]["speed"], other["state"]["speed"])
 
 
-def test_the_nearest_agents_are_found_the_first_ones_of_those_as_near():
-    at = torch.tensor([[[0.0, 0], [1, 0], [0, 1], [5, 5], [-1, 0], [0, 0]]])
-    alive = torch.tensor([[True, True, True, True, False, True]])
-    index, there = warp_envs.nearest(at, alive, 5)
-    assert index[0, 0, :4].tolist() == [5, 1, 2, 3]
-    assert there[0, 0].tolist() == [True, True, True, True, False]
-    assert index[0, 3, 0] in (1, 2) and index[0, 3, :2].tolist() == [1, 2]
-
-
-def test_the_nearest_agents_are_the_same_a_few_environments_at_a_time(monkeypatch):
-    at, alive = torch.rand(20, 30, 2), torch.rand(20, 30) > 0.3
-    whole = warp_envs.nearest(at, alive, 7)
-    monkeypatch.setattr(warp_envs, "MAX_PAIRS", 2000)
-    for x, y in zip(whole, warp_envs.nearest(at, alive, 7)):
-        assert torch.equal(x, y)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["CartPole", "grid", "levels"])
 def test_compiled_environments_are_the_same(case):
