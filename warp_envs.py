@@ -320,9 +320,10 @@ class Tag:
     the tagger that is nearest. Runners that are left at the end, which all see coming,
     are paid. An episode ends after max_steps steps, or with the last runner.
 
-    An agent sees its nearest others that are in the game, `num_nearest` of them: where
-    they are from here, how much faster they go and accelerate, where they turn from its
-    own direction, whether each is a tagger and whether there is one; and the time.
+    An agent sees its nearest others that are in the game, `num_nearest` of them: how
+    far ahead and to its left they are, how much faster they go and accelerate, where
+    they turn from its own direction, whether each is a tagger and whether there is one;
+    and the time. (WarpDrive's agents see x and y, but not their own direction.)
     """
 
     tag_reward, tag_penalty, end_reward = 10.0, 10.0, 1.0
@@ -431,7 +432,11 @@ class Tag:
         features = torch.stack(of_all, 1)  # [E, 5, N]
         others = features.gather(2, index.view(E, 1, N * K).expand(E, 5, N * K))
         relative = others.view(E, 5, N, K) - features[..., None]
-        parts = [x / scale for x, scale in zip(relative.unbind(1), scales)]
+        x, y, *others = relative.unbind(1)  # [E, N, K]
+        direction = state["direction"][..., None]
+        cos, sin = direction.cos(), direction.sin()
+        relative = [x * cos + y * sin, y * cos - x * sin, *others]
+        parts = [x / scale for x, scale in zip(relative, scales)]
         parts = [*parts, self.is_tagger[index], torch.ones_like(at[..., :1])]
         there = there & alive[..., None]
         parts = [torch.where(there, x, 0).to(at.dtype) for x in parts]

@@ -297,8 +297,11 @@ class Tag:
                 if j != i and alive[j]
             )
             for k, (_, j) in enumerate(order[:K]):
+                x, y = (at[j] - at[i]) / (math.sqrt(2) * self.size)
+                angle = state["direction"][i]
                 features = [
-                    *((at[j] - at[i]) / (math.sqrt(2) * self.size)),
+                    x * math.cos(angle) + y * math.sin(angle),
+                    y * math.cos(angle) - x * math.sin(angle),
                     (state["speed"][j] - state["speed"][i]) / self.max_speed,
                     (state["acceleration"][j] - state["acceleration"][i])
                     / self.max_speed,
