@@ -170,6 +170,9 @@ class Actor:
         buffers: a nest of NumPy arrays [K + T, num_buffers, ...].
         """
         T, begin = self.flags.unroll_length, len(self.overlap["reward"]) - 1
+        first, E = indices[0], len(indices)
+        if indices == list(range(first, first + E)):
+            indices = slice(first, first + E)  # Several times as fast to write to.
 
         def repeat(x, buffer):
             buffer[: len(x), indices] = x

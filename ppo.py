@@ -83,9 +83,10 @@ def parser():
 
 class Net(nn.Module):
     """As polybeast.Net, but policy and value share nothing where there are neither
-    images nor an LSTM, and without one nothing is seen of the last action."""
+    images nor an LSTM, and without one nothing is seen of the last action. A net that
+    acts, in eval(), returns no values."""
 
-    def __init__(self, encoder, action_space, use_lstm, shared):
+    def __init__(self, encoder, action_space, use_lstm):
         super().__init__()
         self.encoder = encoder
         self.distribution = distributions.make(action_space)
@@ -94,9 +95,6 @@ class Net(nn.Module):
         if use_lstm:
             self.core = LSTM(features + self.distribution.num_features + 1)
             features = self.core.hidden_size
-        self.shared = shared or use_lstm
-        if not self.shared:
-            features //= 2
         self.policy = PolicyHead(features, self.distribution)
         self.baseline = nn.Linear(features, 1)
         initialize(self.policy, gain=0.01)  # Nearly uniform at first.
@@ -114,23 +112,24 @@ class Net(nn.Module):
             last_reward = step["reward"].clamp(-1, 1)[..., None]
             x = torch.cat([x, last_action, last_reward], dim=-1)
             x, core_state = self.core.unroll(x, step["done"], core_state)
-        of_policy, of_value = (x, x) if self.shared else x.chunk(2, dim=-1)
-        outputs = {
-            "policy_logits": self.policy(of_policy),
-            "baseline": self.baseline(of_value).squeeze(-1),
-        }
+        n = self.baseline.in_features  # Of two encoders, both have so many.
+        outputs = {"policy_logits": self.policy(x[..., :n])}
+        if self.training:
+            outputs["baseline"] = self.baseline(x[..., -n:]).squeeze(-1)
         return outputs, core_state
 
 
 class TwoEncoders(nn.Module):
-    """Encodes observations twice: the first half of the features is the policy's."""
+    """Features for the policy, then, but for eval(), as many for the value."""
 
     def __init__(self, policy, value):
         super().__init__()
         self.policy, self.value = policy, value
-        self.out_features = policy.out_features + value.out_features
+        self.out_features = policy.out_features
 
     def forward(self, x):
+        if not self.training:
+            return self.policy(x)
         return torch.cat([self.policy(x), self.value(x)], dim=1)
 
 
@@ -146,7 +145,7 @@ class Agent(polybeast.Agent):
                 observation_space, flags.net, bfloat16, "tanh", flags.hidden_sizes
             )
 
-        shared = has_images(observation_space)
+        shared = has_images(observation_space) or flags.use_lstm
         encoder = make() if shared else TwoEncoders(make(), make())
         if flags.normalize_observations:
             return NormalizedEncoder(observation_space, encoder)
@@ -154,8 +153,7 @@ class Agent(polybeast.Agent):
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
-        shared = has_images(observation_space)
-        return Net(encoder, action_space, self.flags.use_lstm, shared)
+        return Net(encoder, action_space, self.flags.use_lstm)
 
     def start_learning(self, device):
         flags, most = self.flags, ranks.current.share(self.flags.batch_size)
@@ -267,8 +265,10 @@ class Agent(polybeast.Agent):
         ...], and what is logged of it: means over real transitions."""
         flags, real, advantage = self.flags, part["real"], part["advantage"]
 
+        num = real.sum().clamp(min=1)
+
         def mean(x):
-            return torch.where(real, x, 0).sum() / real.sum().clamp(min=1)
+            return torch.where(real, x, 0).sum() / num
 
         logits, value = outputs["policy_logits"], outputs["baseline"]
         log_ratio = self.distribution.log_prob(logits, part["action"])

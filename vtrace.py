@@ -179,21 +179,26 @@ def from_importance_weights(
     deltas = _where(mask, _clip(rhos, clip_rho_threshold) * td_errors)
     decays = _where(mask, discounts * cs)
 
-    # acc_s = delta_s + decay_s * acc_{s+1}, with acc_s = v_s - V(x_s), is a scan: after
-    # each round acc_s has the terms of twice as many steps. log2(T) rounds over [T, B]
-    # instead of T tiny ones, of which each would be several launches on a GPU.
-    acc, k = deltas, 1
-    while k < len(values):
-        acc = torch.cat([acc[:-k] + decays[: len(acc) - k] * acc[k:], acc[-k:]])
-        decays = decays[:-k] * decays[k:]  # Of 2 * k steps; only whole ones.
-        k *= 2
-    vs = values + acc
+    # v_s - V(x_s) = delta_s + decay_s * (v_{s+1} - V(x_{s+1})).
+    vs = values + discounted_sums(deltas, decays)
 
     next_vs = torch.cat([vs[1:], bootstrap_value[None]])
     advantages = _clip(rhos, clip_pg_rho_threshold) * (
         rewards + discounts * next_vs - values
     )
     return VTraceReturns(vs=vs, pg_advantages=_where(mask, advantages))
+
+
+def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
+    """Returns y_s = x_s + decay_s * y_{s+1}, all [T, ...]; y_{T+1} is 0."""
+    # A scan: after each round y_s has the terms of twice as many steps. log2(T) rounds
+    # over [T, ...] instead of T tiny ones, each several launches on a GPU.
+    y, k = x, 1
+    while k < len(x):
+        y = torch.cat([y[:-k] + decays[: len(x) - k] * y[k:], y[-k:]])
+        decays = decays[:-k] * decays[k:]  # Of 2 * k steps; only whole ones.
+        k *= 2
+    return y
 
 
 def compute_policy_gradient_loss(

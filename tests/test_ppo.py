@@ -271,25 +271,48 @@ def test_presets_are_defaults_that_flags_override(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_policy_and_value_share_nothing_without_images_and_all_with_them():
-    flags = parse()
-    space, action = spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (2,))
+NUMBERS, IMAGE = spaces.Box(-1, 1, (3,)), spaces.Box(0, 255, (40, 40, 3), "uint8")
+
+
+def net_and_step(space, *options):
+    """(net, a step [1, B, ...] with random observations)."""
+    space.seed(1)
+    observation = torch.stack([torch.from_numpy(space.sample()) for _ in range(B)])
     step = {
-        "observation": torch.rand(1, 5, 3), "reward": torch.zeros(1, 5),
-        "done": torch.zeros(1, 5, dtype=torch.bool),
-        "last_action": torch.zeros(1, 5, 2),
+        "observation": observation[None], "reward": torch.zeros(1, B),
+        "done": torch.zeros(1, B, dtype=torch.bool),
+        "last_action": torch.zeros(1, B, 2),
     }  # fmt: skip
-    net = ppo.Agent(flags, space, action).net
-    outputs, _ = net(step)
+    return ppo.Agent(parse(*options), space, spaces.Box(-1, 1, (2,))).net, step
+
+
+@pytest.mark.parametrize(
+    "space, options, shared",
+    [(NUMBERS, [], False), (NUMBERS, ["--use_lstm"], True), (IMAGE, [], True)],
+)
+def test_policy_and_value_share_an_encoder_of_images_or_before_an_lstm(
+    space, options, shared
+):
+    net, step = net_and_step(space, *options)
+    outputs, _ = net(step, net.initial_state(B))
     outputs["baseline"].sum().backward()
-    with_gradient = {
-        name
+    moved = {
+        name: bool(x.grad is not None and x.grad.abs().sum() > 0)
         for name, x in net.named_parameters()
-        if x.grad is not None and x.grad.abs().sum() > 0
     }
-    assert with_gradient and not any("policy" in name for name in with_gradient)
-    image = spaces.Box(0, 255, (40, 40, 3), "uint8")
-    assert ppo.Agent(flags, image, action).net.shared
+    assert moved["baseline.weight"] and not moved["policy.weight"]
+    encoder = {name: x for name, x in moved.items() if name.startswith("encoder.")}
+    assert encoder == {name: shared or "policy" not in name for name in encoder}
+
+
+@pytest.mark.parametrize("space", [NUMBERS, IMAGE])
+def test_a_network_that_acts_has_the_same_policy_and_no_values(space):
+    net, step = net_and_step(space, "--normalize_observations")
+    nn.init.normal_(net.policy.weight)
+    learning, _ = net(step)
+    acting, _ = net.eval()(step)
+    assert list(acting) == ["policy_logits"]
+    assert torch.allclose(acting["policy_logits"], learning["policy_logits"])
 
 
 def test_deviations_are_numbers_of_their_own():

@@ -12,6 +12,7 @@ from torch import nn
 from torchbeast import ranks, rollouts
 from torchbeast.encoders import is_image
 from torchbeast.spaces import children
+from vtrace import discounted_sums
 
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
 EPSILON = 1e-8  # Of a variance.
@@ -131,11 +132,14 @@ class NormalizedRewards(nn.Module):
 
     def returns(self, step, state):
         """Returns g [T, B] of steps [T, B, ...], after the state [1, B]."""
-        g, result = state[0], []
-        for reward, done in zip(step["reward"], step["done"]):
-            g = torch.where(done, 0, reward + self.discount * g)
-            result.append(g)
-        return torch.stack(result)
+        reward = step["reward"].double()  # 0 where an episode begins.
+        decays = self.discount * (~step["done"]).double()
+        first = reward[:1] + decays[:1] * state
+        if len(reward) == 1:  # While acting.
+            return first
+        # Backwards, as the sums of vtrace.py go.
+        x = torch.cat([first, reward[1:]]).flip(0)
+        return discounted_sums(x, decays.flip(0)).flip(0)
 
     def update(self, batch, state):
         """Takes in a batch [T + 1, B, ...]. Its first step was in the one before."""

@@ -18,6 +18,8 @@ which steps are real. The others repeat the last one, with reward 0 and `done`, 
 no transition leads to them. The transition to the next episode is in no rollout.
 """
 
+import math
+
 import torch
 
 from torchbeast import machine
@@ -134,7 +136,7 @@ class NotFinite(ValueError):
 def check_outputs(outputs):
     """Raises NotFinite that names the first of act()'s outputs that is not finite."""
     for path, x in leaves(outputs):
-        if not torch.isfinite(x).all():
+        if x.is_floating_point() and not math.isfinite(x.abs().max()):
             raise NotFinite(
                 f"{path} is not finite: the network was given numbers that are too "
                 "large, or its weights are not finite"
