@@ -1,5 +1,6 @@
 """MonoBeast, the program: a whole run, resume, actors, signals, bad input."""
 
+import argparse
 import json
 import os
 import pty
@@ -8,6 +9,7 @@ import shlex
 import signal
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from tests.programs import (
     run,
     wait_for_steps,
 )
-from torchbeast import actors, gradients
+from torchbeast import actors, display, gradients
 from torchbeast.run import COLUMNS
 
 FAULTY = "tests.faulty_envs:"
@@ -179,6 +181,20 @@ def test_terminal_shows_a_live_line(savedir, monkeypatch):
         r"step [\d,]+ of 8,000 .* steps/s .* ETA .* return .* total_loss", text
     )
     assert "\x1b[?25h" in text  # The cursor is shown again.
+
+
+def test_no_time_is_left_where_the_last_batch_went_beyond_the_end():
+    run = types.SimpleNamespace(
+        step=90, returns=[], shown=("total_loss", 0.0), num_agents=1,
+        flags=argparse.Namespace(total_steps=100),
+    )  # fmt: skip
+    shown = display.Display(run)
+    time.sleep(0.01)
+    run.step = 120
+    shown.INTERVAL_S = 0
+    shown.update()
+    assert "step 120 of 100" in shown.text() and "ETA 0:00:00" in shown.text()
+    shown.close()
 
 
 def test_a_test_that_is_to_be_shown_needs_a_display(trained, monkeypatch):

@@ -59,7 +59,7 @@ class Display:
         run = self.run
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         sps = (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
-        left = run.flags.total_steps - run.step
+        left = max(0, run.flags.total_steps - run.step)
         seconds = left / sps if sps else math.inf
         eta = datetime.timedelta(seconds=int(seconds)) if seconds < 1e9 else "?"
         mean = f"{sum(run.returns) / len(run.returns):.1f}" if run.returns else "-"
