@@ -183,16 +183,16 @@ def test_terminal_shows_a_live_line(savedir, monkeypatch):
     assert "\x1b[?25h" in text  # The cursor is shown again.
 
 
-def test_no_time_is_left_where_the_last_batch_went_beyond_the_end():
+def test_no_time_is_left_where_the_last_batch_went_beyond_the_end(monkeypatch):
     run = types.SimpleNamespace(
         step=90, returns=[], shown=("total_loss", 0.0), num_agents=1,
         flags=argparse.Namespace(total_steps=100),
     )  # fmt: skip
     shown = display.Display(run)
-    time.sleep(0.01)
-    run.step = 120
-    shown.INTERVAL_S = 0
-    shown.update()
+    now = iter([1e9, 2e9])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    for run.step in 110, 120:
+        shown.update()
     assert "step 120 of 100" in shown.text() and "ETA 0:00:00" in shown.text()
     shown.close()
 
