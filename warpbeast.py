@@ -13,6 +13,7 @@ policy's batch has a rollout of each of its agents in each environment. On a GPU
 rollout of T steps is one CUDA graph: nothing in it waits for Python.
 """
 
+import os
 import re
 import sys
 from collections import deque
@@ -160,23 +161,24 @@ class Rollouts:
         self._write(step, 0)
         self._num, self._graph = 0, None
 
-    def next(self):
+    def next(self, check=lambda: None):
         """Fills the buffers with T new steps, the first time with K + T. Returns {name:
-        tensor [2], sum and number} of the environments' metrics.
+        tensor [2], sum and number} of the environments' metrics. Calls check() before
+        each step, but for those of a graph.
 
         Raises Stop if an environment returned what is not finite: on a GPU in the
         rollout before, so as not to wait for this one.
         """
         K = self.burn_in
         if self._num == 0 or self.envs.device.type == "cpu":
-            self._fill(0 if self._num == 0 else K)
+            self._fill(0 if self._num == 0 else K, check)
         elif self._num < WARM_UP:
-            self._fill(K)
+            self._fill(K, check)
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph):
-                    self._fill(K)
+                    self._fill(K, lambda: None)
             self._graph.replay()
         self._num += 1
         self._check_finite()
@@ -195,7 +197,7 @@ class Rollouts:
                 raise Stop(f"{self.envs.env.name}: {what}", save=False)
 
     @torch.inference_mode()
-    def _fill(self, begin):
+    def _fill(self, begin, check):
         """Makes the steps from `begin` to the end of a rollout of K + T + 1."""
         K, T, carry, metrics = self.burn_in, self.T, self.carry, {}
         states = {name: deque(x, maxlen=K + 1) for name, x in self.core_states.items()}
@@ -207,6 +209,7 @@ class Rollouts:
                     if key != "core_state":
                         map_structure(lambda x, n=n: _repeat(x, T, n), nest)
         for t in range(begin, K + T):
+            check()
             actions = []
             for name, agent in self.agents.items():
                 buffers = self.buffers[name]
@@ -320,7 +323,8 @@ def train(flags):
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
-    torch.set_num_threads(machine.num_cores())
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(machine.num_cores())
     devices.choose_precision(flags, env.observation_space)
     num_envs = ranks.current.share(flags.num_envs)
     agent = make_agent(flags, env)
@@ -350,7 +354,7 @@ def train(flags):
         while not learner.finished:
             signals.check()
             agent.net.eval()
-            metrics = acting.next()
+            metrics = acting.next(signals.check)
             agent.net.train()
             episodes = ended_episodes(acting.buffers, metrics, flags.unroll_length)
             learner.update(batches, episodes, [learner.updates])

@@ -1,6 +1,8 @@
 """Environments on the device: what they do, beside references, and how they step."""
 
 import inspect
+import math
+import sys
 
 import numpy as np
 import pytest
@@ -176,13 +178,15 @@ class Infinite(warp_envs.CartPole):
     name = "Infinite"
 
     def move(self, state, action):
+        late = state["t"] > 0  # The first move is made before a run begins.
         state, reward, *flags = super().move(state, action)
-        return state, reward / 0, *flags
+        return state, torch.where(late, math.inf, reward), *flags
 
 
 def test_rewards_that_are_not_finite_are_refused_in_the_other_programs():
     host = HostEnvironment(Infinite(), 2)
     host.initial(1)
+    host.step(np.ones(2, np.int64))
     with pytest.raises(environment.BadStep, match="reward of environment 0 is inf"):
         host.step(np.ones(2, np.int64))
 
@@ -362,10 +366,29 @@ def counts(env, state, action):
     return state, reward + env.count, *flags
 
 
+def in_the_dict(env, state, action):
+    state["t"] = state["t"] + 1
+    return Leaving.move(env, state, action)
+
+
+def in_the_dict_too(env, state):
+    state["seen"] = state["t"]
+    return Leaving.observe(env, state)
+
+
+def exits(env, state, action):
+    sys.exit(3)
+
+
+def pays_nothing_known(env, state, action):
+    state, reward, *flags = Leaving.move(env, state, action)
+    return state, reward * math.nan, *flags
+
+
 @pytest.mark.parametrize(
     ("name", "function", "error"),
     [
-        ("move", in_place, r"move\(\) changes its argument 0/t"),
+        ("move", in_place, r"move\(\) changes its argument state/t"),
         ("move", looks, "a GPU would wait"),
         ("move", of_double, r"float64 \[3, 3\] as reward, expected float32"),
         ("move", loses_a_state, r"move\(\) returned nothing as 'u', begin\(\) float32"),
@@ -375,12 +398,20 @@ def counts(env, state, action):
             knows_no_y,
             r"move\(\) raised KeyError: 'y' \(test_warp.py, li",
         ),
-        ("move", counts, r"move\(\) returned two results .*, 1: take what is random"),
+        ("move", counts, r"returned two results .*, reward: take what is random"),
+        ("move", in_the_dict, r"move\(\) changes its argument state/t: expected a new"),
+        ("move", exits, r"move\(\) raised SystemExit: 3"),
+        ("move", pays_nothing_known, r"a reward that is not finite"),
+        ("observe", in_the_dict_too, r"observe\(\) changes its argument state/seen"),
         ("move", lambda env, s, a: s, r"else than \(state, reward"),
         ("begin", lambda env, u: u, "expected a dict of tensors"),
         ("begin", elsewhere, "tensors on another device .*: use device=u.device"),
         ("begin", lambda env, u: {"t": u[0]}, r"a dict of tensors \[3, ...\]"),
-        ("begin", draws, r"begin\(\) returned two results for the same arguments, u"),
+        (
+            "begin",
+            draws,
+            r"begin\(\) returned two results for the same arguments, state/u",
+        ),
         ("observe", lambda env, s: s["t"], r"expected observation float32 \[3, 3, 2\]"),
         ("observe", lambda env, s: {"x": s["t"]}, "observation/x int64 .*, expected"),
         ("observe", lambda env, s: (s["t"], s["t"]), "expected"),
@@ -409,9 +440,14 @@ TEXT = spaces.Dict(text=spaces.Text(3), x=spaces.Box(0, 1))
         ("policies", {"a": 3}, r"policies\['a'\] is 3, expected a slice"),
         ("policies", [slice(0, 3)], "expected {name: slice of the agents}"),
         ("policies", {"a.b": slice(0, 3)}, "policy 'a.b': expected a word"),
+        ("policies", {"jäger": slice(0, 3)}, "policy 'jäger': expected a word of ASC"),
         ("policies", {"keys": slice(0, 3)}, "PyTorch has another use for this name"),
-        ("num_uniforms", -1, "num_uniforms is -1, expected 0 or more"),
-        ("num_uniforms", 1.0, "num_uniforms is 1.0, expected 0 or more"),
+        ("num_uniforms", -1, "num_uniforms is -1, expected a whole number, 0 or more"),
+        (
+            "num_uniforms",
+            1.0,
+            "num_uniforms is 1.0, expected a whole number, 0 or more",
+        ),
         ("observation_space", TEXT, "observation/text is text, expected numbers"),
         ("observation_space", None, "expected a space of Gymnasium"),
         ("action_space", spaces.Discrete(4, start=1), "choices that begin at 0"),

@@ -41,7 +41,7 @@ class Overflowing(test_warp.Leaving):
 
 
 class Infinite(test_warp.Infinite):
-    """Its rewards are infinite."""
+    """Its rewards are infinite, but for the first."""
 
 
 class Bounded(test_warp.Leaving):

@@ -52,7 +52,7 @@ def make(env_id, **kwargs):
         classes = {k: x for k, x in vars(module).items() if isinstance(x, type)}
         if name in classes:
             env = classes[name](**kwargs)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         what = raised(e)
         raise BadInput(f"environment {env_id!r} cannot be made: {what}") from e
     if name not in classes:

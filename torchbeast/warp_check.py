@@ -11,6 +11,15 @@ from torchbeast.process import BadInput
 from torchbeast.spaces import Actions, BadStep, Observations, children, space_leaves
 from torchbeast.warp import no_action, num_agents, raised, to
 
+ARGUMENTS = {
+    "begin": ("u",), "move": ("state", "action"), "observe": ("state",),
+    "metrics": ("state",),
+}  # fmt: skip
+RESULTS = {
+    "begin": ("state",), "move": ("state", "reward", "terminated", "truncated"),
+    "observe": ("observation",), "metrics": ("metrics",),
+}  # fmt: skip
+
 
 def check(env, num_envs=3):
     """Raises BadInput, with the name of the function, if the environment's functions
@@ -36,14 +45,15 @@ def _check_declared(env):
     Actions(env.action_space, 1)
     _check_starts(env.action_space)
     if type(env.num_uniforms) is not int or env.num_uniforms < 0:
-        raise BadInput(f"num_uniforms is {env.num_uniforms!r}, expected 0 or more")
+        what = "expected a whole number, 0 or more"
+        raise BadInput(f"num_uniforms is {env.num_uniforms!r}, {what}")
     if not isinstance(env.policies, dict) or not env.policies:
         what = "expected {name: slice of the agents}"
         raise BadInput(f"policies is {env.policies!r}, {what}")
     stop, modules = 0, nn.ModuleDict()
     for name, part in env.policies.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise BadInput(f"policy {name!r}: expected a word")
+        if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+            raise BadInput(f"policy {name!r}: expected a word of ASCII")
         if hasattr(modules, name):
             raise BadInput(f"policy {name!r}: PyTorch has another use for this name")
         if not isinstance(part, slice) or not all(
@@ -75,6 +85,7 @@ class _Check:
         self.env, self.device = to(env, device), device
         self.E, self.N = num_envs, num_agents(env)
 
+    @torch.no_grad()
     def all(self):
         env, E, N = self.env, self.E, self.N
         u = torch.rand(E, env.num_uniforms, device=self.device)
@@ -100,6 +111,8 @@ class _Check:
                     env, f"move() returned {_text(x)} as {name}, expected {kind} "
                     f"[{E}, {N}]"
                 )  # fmt: skip
+        if self.device.type == "cpu" and not flags[0].isfinite().all():
+            raise _bad(env, "move() returned a reward that is not finite")
         for some_state in (state, following):
             self.expect_observation(self.call("observe", some_state))
         if hasattr(env, "metrics"):
@@ -107,28 +120,34 @@ class _Check:
 
     def call(self, name, *args):
         """Calls a function of the environment twice. Returns what it returned."""
-        before = [(path, x, x._version) for path, x in leaves(args)]
+        given = dict(zip(ARGUMENTS[name], args))
+        before = {path: (x, _version(x), x.clone()) for path, x in leaves(given)}
         try:
             result, again = (getattr(self.env, name)(*args) for _ in range(2))
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             raise _bad(self.env, self._what_raised(name, e)) from e
-        for path, x, version in before:
-            if x._version != version:
+        after = dict(leaves(given))
+        for path in {**before, **after}:
+            x, version, copy = before.get(path, (None, None, None))
+            if (
+                after.get(path) is not x
+                or _version(x) != version
+                or not self.is_same(x, copy)
+            ):
                 raise _bad(
                     self.env,
-                    f"{name}() changes its argument {path}: expected a new tensor",
+                    f"{name}() changes its argument {path}: expected a new dict, of "
+                    "new tensors",
                 )
-        pairs = zip(leaves(result), leaves(again))
-        for (path, x), (_, y) in pairs if self.device.type == "cpu" else ():
-            if not (torch.is_tensor(x) and torch.is_tensor(y)):
-                continue
-            if not (x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True)):
+        result_leaves, again_leaves = (self.named(name, x) for x in (result, again))
+        for (path, x), (_, y) in zip(result_leaves, again_leaves):
+            if torch.is_tensor(x) and torch.is_tensor(y) and not self.is_same(x, y):
                 raise _bad(
                     self.env,
                     f"{name}() returned two results for the same arguments, {path}: "
                     "take what is random from u, and all else from the state",
                 )
-        for path, x in leaves(result):
+        for path, x in result_leaves:
             if torch.is_tensor(x) and x.device != self.device:
                 raise _bad(
                     self.env,
@@ -136,6 +155,17 @@ class _Check:
                     "device=u.device, or an attribute of the environment",
                 )
         return result
+
+    def named(self, name, result):
+        """Returns the leaves of what a function returned, by their names."""
+        parts = result if name == "move" and isinstance(result, tuple) else (result,)
+        return leaves(dict(zip(RESULTS[name], parts)))
+
+    def is_same(self, x, y):
+        """Tells whether two tensors have the same values, as far as they have any."""
+        return x.shape == y.shape and (
+            self.device.type != "cpu" or torch.allclose(x, y, 0, 0, equal_nan=True)
+        )
 
     def _what_raised(self, name, error):
         what = f"{name}() raised {raised(error)}"
@@ -201,3 +231,8 @@ def _text(x):
 
 def _bad(env, what):
     return BadInput(f"environment {getattr(env, 'name', type(env).__name__)}: {what}")
+
+
+def _version(x):
+    """A number that changes whenever the tensor does, but for inference_mode()."""
+    return None if x is None or x.is_inference() else x._version
