@@ -86,6 +86,7 @@ wheel: $(VENV)/.dev $(VENV)/.system
 		$$python -m pip wheel --quiet --disable-pip-version-check --no-deps \
 			--wheel-dir build/wheels . || exit 1; \
 	done
+	@test -e build/wheels || { echo "make: no wheel was built" >&2; exit 1; }
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(python) -m auditwheel repair \
 		--wheel-dir dist build/wheels/*.whl
 
