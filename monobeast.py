@@ -185,7 +185,8 @@ class Actor:
             write(outputs, buffers, t, indices)
             self.step = self.env.step(outputs["action"])
             write(self.step, buffers, t + 1, indices)
-        self.overlap = map_structure(lambda x: x[T:, indices], buffers)
+        # A copy: the buffers may soon be another actor's.
+        self.overlap = map_structure(lambda x: x[T:, indices].copy(), buffers)
 
     def rollouts_of_one_episode(self, buffers, begin):
         """As whole_rollouts(), but each ends with its episode: each environment is at a

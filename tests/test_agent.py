@@ -4,6 +4,7 @@ weights, one update.
 
 import copy
 import threading
+from collections import deque
 
 import gymnasium
 import numpy as np
@@ -194,6 +195,44 @@ def test_rollouts_are_contiguous_and_overlap(num_envs, use_lstm, burn_in, monkey
         )
         assert (rollout["episode_step"][~rollout["done"]] > 0).all()
     assert torch.cat([r["done"][1:] for r in rollouts]).any()
+
+
+@pytest.mark.parametrize("burn_in", [0, 2])
+@pytest.mark.parametrize("indices", [[0, 1], [1, 0]], ids=["a slice", "a list"])
+def test_a_rollout_goes_on_though_the_buffers_before_are_anothers(indices, burn_in):
+    env = environment.Environment([envs.Counter() for _ in range(2)])
+    actor, buffers, arrays = make_actor(parse("--envs_per_actor", 2), env)
+    actor.burn_in = burn_in
+    actor.core_states = deque(actor.core_states, maxlen=burn_in + 1)
+    arrays = map_structure(lambda x: np.concatenate([x, x[:burn_in]]), arrays)
+    actor.rollout(arrays, indices)
+    K, before = burn_in + 1, arrays["observation"][T:, indices].copy()
+    arrays["observation"][:] = -1  # As another actor would fill them.
+    actor.rollout(arrays, [2, 3])
+    np.testing.assert_array_equal(arrays["observation"][:K, [2, 3]], before)
+
+
+@pytest.mark.parametrize("args", [[], ["--one_episode_rollouts"]])
+def test_actors_get_free_buffers_by_turns(args):
+    class Connection:
+        def __init__(self):
+            self.got = []
+
+        def send(self, indices):
+            self.got += indices
+
+    flags = parse("--num_buffers", 8, *args)
+    processes = actors.ActorProcesses(None, flags, 2, 0, None, None, None)
+    members = [actors._ActorProcess(i, None, Connection()) for i in range(3)]
+    processes._actors = list(members)
+    processes.free([])
+    for _ in range(30):  # A slow learner: two buffers come back at a time.
+        actor = next(x for x in processes._actors if len(x.held) >= 2)
+        full = list(actor.held)[:2]
+        actor.held.difference_update(full)
+        processes.free(full)
+    counts = [len(actor.connection.got) for actor in members]
+    assert min(counts) > 0.7 * max(counts), counts
 
 
 def one_episode_rollouts(steps, e, unroll_length):

@@ -255,8 +255,8 @@ class ActorProcesses:
             self._hand_out()
 
     def _hand_out(self):
-        """Gives free buffers to actors, first to those that have none. Called with the
-        lock."""
+        """Gives free buffers to actors: first to those that have none, and of these to
+        the one that got some longest ago. Called with the lock."""
         E = self.num_envs
         n = 1 if self.flags.one_episode_rollouts else E  # That begin together.
         for ahead in range(0, self.AHEAD * E, n):
@@ -264,6 +264,8 @@ class ActorProcesses:
                 if len(actor.held) == ahead and len(self._free_queue) >= n:
                     indices = [self._free_queue.popleft() for _ in range(n)]
                     actor.held.update(indices)
+                    others = [x for x in self._actors if x is not actor]
+                    self._actors = [*others, actor]  # At once: kill() has no lock.
                     try:
                         actor.connection.send(indices)
                     except OSError:
