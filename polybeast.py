@@ -376,6 +376,8 @@ class Agent:
                 for parameter, state_of in self.optimizer.state.items():
                     state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
             self.step, self.updates = state["step"], state["updates"]
+            if self.mixer is not None:
+                self.mixer.say_empty(self.step)
             if self.normalized_rewards is not None:
                 load_weights(self.normalized_rewards, state["normalized_rewards"])
 

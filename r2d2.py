@@ -79,7 +79,7 @@ def parser():
     g.add_argument("--target_interval", type=number(int, 1), default=200, metavar="N",
                    help="gradient steps between copies of the network to the target "
                    "network (default: %(default)s)")
-    g.add_argument("--burn_in", type=number(int, 0, 10**6), default=10, metavar="K",
+    g.add_argument("--burn_in", type=number(int, 0, 10_000), default=10, metavar="K",
                    help="steps before a rollout on which the LSTM's state is brought "
                    "up to date (default: %(default)s)")
 
@@ -186,9 +186,8 @@ class Agent(polybeast.Agent):
             errors, real, _ = self.td_errors(batch)
         self.replay.set_priorities(items, self.priorities(errors, real))
         T = flags.unroll_length
-        num_learned = flags.replay_batch_size * (T if flags.use_lstm else 1)
-        updates = self.credit.updates(batch, T, num_learned)
-        steps = [self.gradient_step() for _ in updates]
+        num = flags.replay_batch_size * (T if flags.use_lstm else 1)
+        steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.step += T * flags.batch_size
         self.updates += 1
         left = max(0, 1 - self.step / max(1, flags.exploration_steps))
@@ -202,6 +201,7 @@ class Agent(polybeast.Agent):
         num = flags.replay_batch_size // ranks.current.num
         beta = replay.importance_exponent(flags, self.step)
         batch, items = self.replay.sample(num, beta)
+        self.credit.leave_out_padding(batch)
         parts = []
 
         def loss(batch):  # Also of a slice of the batch, where memory asks for it.
@@ -281,7 +281,7 @@ class Agent(polybeast.Agent):
     def priorities(self, errors, real):
         """Returns the priorities of samples, an array: of rollouts [B] if there is an
         LSTM, else [T, B]. Those without a real transition have 0."""
-        errors = errors.abs().nan_to_num().double()  # The loss says what is wrong.
+        errors = errors.abs().nan_to_num().clamp(max=1e30).double()  # The loss tells.
         if self.flags.use_lstm:
             mean = errors.sum(0) / real.sum(0).clamp(min=1)
             errors, real = ETA * errors.max(0).values + (1 - ETA) * mean, real.any(0)
@@ -297,4 +297,4 @@ class Agent(polybeast.Agent):
         if self.optimizer is not None:
             load_weights(self.target_net, state["target"])
             self.gradient_steps = state["gradient_steps"]
-            self.credit.say_empty()
+            self.credit.say_empty(self.step)

@@ -258,7 +258,7 @@ class Agent(polybeast.Agent):
             load_weights(self.target_critics, state["target_critics"])
             with torch.no_grad():
                 self.log_alpha.copy_(state["log_alpha"])
-            self.credit.say_empty()
+            self.credit.say_empty(self.step)
 
 
 def is_continuous(space):

@@ -15,7 +15,7 @@ from torch import nn
 
 import monobeast
 import polybeast
-from tests import envs  # noqa: F401 (registers them)
+from tests import envs
 from tests.faulty_envs import Nested
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
 from torchbeast.environment import leaves, map_structure

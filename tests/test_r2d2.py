@@ -1,6 +1,7 @@
 """r2d2.py, against slow references."""
 
 import copy
+import itertools
 import os
 import signal
 import time
@@ -96,6 +97,8 @@ def test_rescaling_is_undone_by_its_inverse():
     x = torch.tensor([-1e4, -20, -0.5, 0, 1e-3, 3, 400, 1e6], dtype=torch.float64)
     torch.testing.assert_close(unscale(rescale(x)), x)
     torch.testing.assert_close(rescale(torch.tensor([3.0])), torch.tensor([1.003]))
+    x = torch.tensor([-1e-3, 1e-6, 1e-4, 0.1, 3, 1e4])  # float32 keeps its digits.
+    torch.testing.assert_close(unscale(rescale(x)), x, rtol=1e-5, atol=0)
 
 
 def slow_errors(agent, batch):
@@ -220,6 +223,72 @@ def test_a_learner_learns_as_often_as_the_ratio_says_and_copies_its_target():
     assert statistics["replay_ratio"] == pytest.approx(2, rel=0.1)
     assert statistics["replay_size"] == 8 * B * T
     assert {"total_loss", "td_error", "q", "grad_norm", "replay_age"} < set(statistics)
+
+
+@pytest.mark.parametrize("args", [[], DQN])
+def test_a_gradient_step_is_that_of_the_weighted_mean_of_hubers_losses(args):
+    agent, acted = make_agent(*args)
+    for parameter in (*agent.net.parameters(), *agent.target_net.parameters()):
+        parameter.data *= 0.5
+    for _ in range(3):
+        agent.replay.set_priorities(items := agent.replay.add(next(acted)), 1 + items)
+    batch, items = agent.replay.sample(6, 0.7)
+    batch["reward"] *= torch.tensor([0, 9, 0, 9, 0, 9])  # Errors on both sides of 1.
+    assert batch["importance"].min() < 0.95
+    agent.replay.sample = lambda num, beta: (batch, items)
+    errors, real, _ = agent.td_errors(batch, sampled=True)
+    x = errors.abs()
+    assert (x[real] > 1).any() and (x[real] < 1).any()
+    losses = torch.where(x < 1, x.square() / 2, x - 0.5) * batch["importance"]
+    parameters = list(agent.net.parameters())
+    expected = torch.autograd.grad(losses.mean(), parameters)
+    norm = torch.cat([g.flatten() for g in expected]).norm()
+    agent.flags.grad_norm_clipping = float(norm) / 2
+    statistics = agent.gradient_step()
+    assert statistics["total_loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
+    assert statistics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    for parameter, gradient in zip(parameters, expected):
+        torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-3, atol=1e-6)
+    got = agent.replay._tree[items]
+    expected = agent.priorities(errors.detach(), real).reshape(-1)
+    last = dict(zip(items, expected))  # An item may be there twice.
+    np.testing.assert_allclose(got, [last[item] for item in items], rtol=1e-4)
+
+
+def test_the_optimizer_has_the_flags_constants():
+    agent, _ = make_agent("--learning_rate", 0.02, "--epsilon", 0.3)
+    (group,) = agent.optimizer.param_groups
+    assert (group["lr"], group["eps"]) == (0.02, 0.3)
+
+
+def test_padding_of_rollouts_of_one_episode_counts_for_neither_side_of_the_ratio():
+    flags = parse("--one_episode_rollouts", "--burn_in", 0, "--unroll_length", 40,
+                  "--replay_ratio", 1, "--replay_size", 100_000)  # fmt: skip
+    env = environment.Environment([envs.Counter() for _ in range(B)])  # Of 5 steps.
+    agent = r2d2.Agent(flags, env.observation_space, env.action_space)
+    agent.start_learning(CPU)
+    new = learned = 0
+    sample = agent.replay.sample
+
+    def counted(*args):
+        nonlocal learned
+        batch, items = sample(*args)
+        learned += int(batch["mask"][1:].sum())
+        return batch, items
+
+    agent.replay.sample = counted
+    for batch in itertools.islice(batches(*make_actor(flags, env, agent=agent)), 60):
+        new += int(batch["mask"][1:].sum())
+        statistics = agent.learn(batch)
+    assert learned / new == pytest.approx(statistics["replay_ratio"])
+    assert 1 - 6 * 40 / new < learned / new <= 1
+
+
+def test_errors_without_end_give_priorities_that_can_be_added_up():
+    agent, _ = make_agent(*DQN, "--priority_exponent", 10)
+    errors = torch.tensor([[1e38, float("inf"), float("nan"), 1.0]])
+    priorities = agent.priorities(errors, torch.ones(1, 4, dtype=torch.bool))
+    assert np.isfinite(priorities.sum() * 1e6)
 
 
 def test_nothing_is_learned_before_there_is_enough():

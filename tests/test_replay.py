@@ -258,6 +258,39 @@ def test_stacks_that_begin_in_another_way_come_out_too(padding, args):
         assert len(whole_ones) <= (4 if padding == "reset" else 1)
 
 
+def noise(num=1):
+    """Batches of images that are no stacks of frames."""
+    for batch in rollouts_of(envs.Counter, num):
+        shape = T + 1, B, 4, 8, 8
+        yield {**batch, "observation": torch.randint(255, shape, dtype=torch.uint8)}
+
+
+def test_images_that_stay_as_they_are_are_not_taken_for_stacks():
+    first, second = noise(2)
+    first["observation"] = torch.full_like(first["observation"], 200)
+    ring = whole(2 * B)
+    ring.add(first)
+    items = ring.add(second)[0]
+    assert not frames_stored(ring)
+    assert_same(ring.read(items), second)
+
+
+def test_images_kept_whole_beside_frames_are_refused_where_memory_ends(monkeypatch):
+    first, *others = noise(4)
+    frames = torch.randint(255, (T + 4, B, 8, 8), dtype=torch.uint8)
+    first["observation"] = frames.unfold(0, 4, 1).movedim(-1, 2).contiguous()
+    ring = whole(B)
+    ring.add(first)
+    assert frames_stored(ring)
+    size, stacks = 4 * 64, ring._store._tensors["observation"]
+    for batch in others:  # Each takes the place of the one before.
+        ring.add(batch)
+        assert stacks.num_bytes_beside == T * B * size
+    ring._store._left = T * B * size - 1
+    with pytest.raises(BadInput, match="--replay_size: images that are no longer"):
+        ring.add(batch)
+
+
 @pytest.mark.parametrize("shape", [(84, 84, 3), (3, 84, 84)])
 def test_images_with_one_bright_row_or_channel_are_not_taken_for_stacks(shape):
     (batch,) = rollouts_of(envs.Counter, 1)
@@ -349,3 +382,31 @@ def test_what_is_burned_in_on_and_padding_are_no_new_steps():
     assert len(list(credit.updates(new(2, 9), 5, 1))) == 10  # The first 4 are not new.
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     assert len(list(credit.updates({**new(2, 2), "mask": mask}, 2, 1))) == 1
+
+
+def test_padding_is_not_learned_from():
+    credit = credit_of(1)
+    credit.ring.num_starts = 1
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    credit.learned = 10
+    credit.leave_out_padding({"mask": mask})
+    assert credit.learned == 7
+    credit.ring.num_starts = 2  # Samples are single transitions, which are real.
+    credit.leave_out_padding({"mask": mask})
+    assert credit.learned == 7
+
+
+# Replay for agents that learn from new rollouts.
+
+
+def test_replayed_rollouts_come_behind_new_ones_in_the_share_that_is_asked_for():
+    flags = parse("--replay_fraction", 0.5, "--batch_size", B, "--unroll_length", T)
+    mixer, seen = replay.Mixer(flags, torch.device("cpu")), []
+    for batch in rollouts_of(envs.Counter, 5):
+        seen += batch["observation"].unbind(1)
+        mixed, logged = mixer.mix(batch)
+        assert mixed["done"].shape == (T + 1, 2 * B)
+        assert_same(map_structure(lambda x: x[:, :B], mixed), batch)
+        for x in mixed["observation"][:, B:].unbind(1):
+            assert any(torch.equal(x, y) for y in seen)
+    assert logged["replay_size"] == 5 * B * T and logged["replay_age"] > 0

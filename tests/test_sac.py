@@ -225,3 +225,28 @@ def test_a_run_goes_on_with_its_weights_and_an_empty_replay(tmp_path):
     train(1000)
     assert "learning goes on after 100 new steps" in train(2000)
     assert float(read_logs(tmp_path / "x")[-1]["replay_size"]) < 1000
+
+
+def test_a_gradient_step_moves_actor_critics_and_alpha_at_rates_of_their_own():
+    agent, acted = make_agent("--learning_rate", 0.01, "--critic_learning_rate", 0.03)
+    sampled(agent, acted)
+    net, critics = list(agent.net.parameters()), list(agent.critics.parameters())
+    before = [x.detach().clone() for x in (*net, *critics, agent.log_alpha)]
+    agent.gradient_step()
+    moved = [
+        (x.detach() - y).abs().max().item()
+        for x, y in zip((*net, *critics, agent.log_alpha), before)
+    ]
+    # Adam's first step is the learning rate wherever there is a gradient.
+    assert moved[: len(net)] == pytest.approx([0.01] * len(net), rel=0.01)
+    rest = moved[len(net) :]
+    assert rest == pytest.approx([0.03] * len(rest), rel=0.01)
+
+
+def test_alphas_gradient_is_the_gap_between_entropy_and_its_target():
+    agent, acted = make_agent("--target_entropy", -1.5)
+    batch = sampled(agent, acted)
+    loss, statistics = agent.loss(batch)
+    loss.backward()
+    gap = statistics["entropy"].item() + 1.5
+    assert agent.log_alpha.grad.item() == pytest.approx(gap, rel=1e-4)

@@ -36,9 +36,9 @@ def add_flags(group, size, ratio, start, batch):
     group.add_argument("--replay_ratio", type=number(float, above=0), default=ratio,
                        metavar="X", help="times that a step is learned from, on "
                        "average (default: %(default)s)")
-    group.add_argument("--replay_batch_size", type=number(int, 1), default=batch,
-                       metavar="B", help="samples of a gradient step, of all learners "
-                       "together (default: %(default)s)")
+    group.add_argument("--replay_batch_size", type=number(int, 1, 10**6),
+                       default=batch, metavar="B", help="samples of a gradient step, "
+                       "of all learners together (default: %(default)s)")
     # fmt: on
 
 
@@ -67,12 +67,13 @@ def make(flags, num_starts, num_steps, device):
     """Makes (a Replay, its Credit). Raises BadInput if --replay_size is smaller than a
     batch, or if batches cannot be shared by the learners."""
     size = max(flags.batch_size, flags.replay_start // flags.unroll_length)
+    size = math.ceil(size / ranks.current.num)
     num_rollouts = flags.replay_size // flags.unroll_length
     if num_rollouts < size:
         raise BadInput(
             f"--replay_size {flags.replay_size} is too small: expected "
-            f"{size * flags.unroll_length} or more, which are a batch (--batch_size "
-            f"times --unroll_length) and --replay_start"
+            f"{size * flags.unroll_length} or more, this learner's part of a batch "
+            f"(--batch_size times --unroll_length) and of --replay_start"
         )
     if flags.replay_batch_size % ranks.current.num:
         raise BadInput(
@@ -253,10 +254,18 @@ class Credit:
             self.learned += num_learned
             yield
 
-    def say_empty(self):
-        log.info(
-            "the replay is empty: learning goes on after %d new steps", self.num_before
-        )
+    def leave_out_padding(self, batch):
+        """Counts no padding of the whole rollouts that an update learns from."""
+        if "mask" in batch and self.ring.num_starts == 1:
+            padding = (~batch["mask"][1:]).sum()
+            if ranks.current.num > 1:
+                ranks.current.sum(padding)
+            self.learned -= int(padding)
+
+    def say_empty(self, step):
+        if step > 0:  # Of a run that is resumed.
+            what = "the replay is empty: learning goes on after %d new steps"
+            log.info(what, self.num_before)
 
     @property
     def measured(self):
@@ -273,9 +282,9 @@ class Mixer:
         num_rollouts = flags.replay_size // flags.unroll_length
         if self.num == 0 or num_rollouts < share:
             raise BadInput(
-                f"--replay_fraction {fraction} with --batch_size {share} and "
-                f"--replay_size {flags.replay_size}: expected that at least one of a "
-                "batch's rollouts is replayed, and that the replay holds a batch"
+                f"--replay_fraction {fraction} with --batch_size {flags.batch_size} "
+                f"and --replay_size {flags.replay_size}: expected that at least one of "
+                "a batch's rollouts is replayed, and that the replay holds a batch"
             )
         self.ring = Replay(num_rollouts, 1, flags.unroll_length + 1, device)
 
@@ -289,6 +298,10 @@ class Mixer:
         T = len(batch["done"]) - 1
         size, age = self.ring.size * T, self.ring.age(items) * T
         return mixed, {"replay_size": size, "replay_age": age}
+
+    def say_empty(self, step):
+        if step > 0:
+            log.info("the replay is empty: at first it has new rollouts alone")
 
 
 # What a ring is made of.
@@ -310,11 +323,19 @@ class _Store:
                 f"{available:,} are available: use {0.9 * available / needed:.2g} of "
                 "this size or less"
             )
+        self._left = available - needed
         self._tensors = map_structure(lambda kind, x: kind(x, num), kinds, rollouts)
 
     def write(self, slots, rollouts):
         real = rollouts.get("mask", torch.ones_like(rollouts["done"]))
         map_structure(lambda t, x: t.write(slots, x, real), self._tensors, rollouts)
+        beside = sum(tensor.num_bytes_beside for _, tensor in leaves(self._tensors))
+        if beside > self._left:
+            raise BadInput(
+                f"--replay_size: images that are no longer stacks of the last frames "
+                f"take {beside:,} bytes of memory, {self._left:,} were left for them: "
+                "use a smaller size"
+            )
 
     def read(self, slots, starts, num_steps, device):
         length = len(self._tensors["done"])
@@ -338,6 +359,8 @@ class _Store:
 
 class _Tensor:
     """The same tensor, [L, B, ...], of all rollouts."""
+
+    num_bytes_beside = 0  # What is not in nbytes().
 
     def __init__(self, x, num):
         self._data = torch.empty(num, len(x), *x.shape[2:], dtype=x.dtype)
@@ -385,7 +408,7 @@ class _Frames(_Tensor):
         k, size = self._k, math.prod(shape)
         self._data = torch.empty(num, k - 1 + L, *shape, dtype=x.dtype)
         self._begins = torch.empty(num, L, dtype=torch.bool)
-        self._whole = {}  # {slot: {t: stack}}
+        self._whole, self._num_whole = {}, 0  # {slot: {t: stack}}, and how many.
         self._length, self._taken = L, None
         # A row is a stack, and begins a frame after the one before.
         num_rows = num * (k - 1 + L) - (k - 1)
@@ -396,11 +419,17 @@ class _Frames(_Tensor):
         k = x.shape[2]
         return x[:, :1, :1].numel() + (k - 1) * x[:1, :1, :1].numel() + len(x)
 
+    @property
+    def num_bytes_beside(self):
+        return self._num_whole * self._rows[:1].numel()
+
     @staticmethod
     def are_stacks(x):
-        """Whether most of x, [L, B, k, ...], are stacks of frames that move on."""
+        """Whether most of x, [L, B, k, ...], are stacks of frames that move on. Images
+        that stay as they are say nothing about it."""
         begins, moved_on = _Frames._compare(x)
-        return (moved_on & ~begins[1:]).float().mean() > 0.5
+        changed = (x[1:] != x[:-1]).flatten(2).any(2)
+        return moved_on[changed & ~begins[1:]].float().mean() > 0.5
 
     @staticmethod
     def _compare(x):
@@ -419,13 +448,15 @@ class _Frames(_Tensor):
         self._data[slots, self._k - 1 :] = x[:, :, -1].transpose(0, 1)
         self._begins[slots] = begins.transpose(0, 1)
         for slot in range(slots.start, slots.stop):
-            self._whole.pop(slot, None)
+            self._num_whole -= len(self._whole.pop(slot, ()))
         others = ~(moved_on | begins[1:]) & real[1:]  # Of step t + 1.
         for t, b in others.nonzero().tolist():
             # Frames of what was before are in the next ones' stacks, too.
             whole = self._whole.setdefault(slots.start + b, {})
+            before = len(whole)
             for i in range(t + 1, min(t + self._k, self._length)):
                 whole[i] = x[i, b].cpu()
+            self._num_whole += len(whole) - before
 
     def read(self, times, slots, device):
         k, times = self._k, times.clamp(max=self._length - 1)

@@ -31,10 +31,12 @@ def n_step_returns(rewards, discounts, real, n):
 def rescale(x, epsilon=1e-3):
     """h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x (Pohlen et al., arXiv
     1805.11593)."""
-    return x.sign() * ((x.abs() + 1).sqrt() - 1) + epsilon * x
+    return x / ((x.abs() + 1).sqrt() + 1) + epsilon * x  # Exact near 0, too.
 
 
 def unscale(x, epsilon=1e-3):
-    """The inverse of rescale()."""
+    """The inverse of rescale(). It is sign(x) (s^2 - 1) with the paper's s, written as
+    (s - 1) (s + 1), which keeps its digits near 0 in float32, too."""
     root = (1 + 4 * epsilon * (x.abs() + 1 + epsilon)).sqrt()
-    return x.sign() * (((root - 1) / (2 * epsilon)).square() - 1)
+    part = 2 * x / (root + 1 + 2 * epsilon)
+    return part * (part.abs() + 2)
