@@ -10,15 +10,16 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong poly test test-slow test-faults csrc-test csrc-test-slow proto fuzz \
+.PHONY: help setup pong poly test test-slow test-faults test-long csrc-test csrc-test-slow proto fuzz \
 	wheel lint format bench gpu-bundle clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make poly    the same with PolyBeast"
 	@echo "make test    style, units, C++ and programs, within eight minutes (ARGS=\"-k name\")"
-	@echo "make test-slow    what takes longer: learning, the wheel, the other sanitizers"
+	@echo "make test-slow    what takes longer: odd environments, the wheel, learning"
 	@echo "make test-faults  programs that are killed, stopped and starved"
+	@echo "make test-long    what takes longest: learning of all agents, Slurm, Ray"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
 	@echo "make fuzz    FUZZ_SECONDS (60) of random messages, for each side"
@@ -43,6 +44,9 @@ test: lint csrc-test
 
 test-slow: csrc-test-slow $(VENV)/.slow
 	$(python) -m pytest -n 3 --dist worksteal -m slow $(ARGS)
+
+test-long: setup $(VENV)/.long
+	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS)
 
 test-faults: setup
 	$(python) -m pytest -n 3 --dist worksteal $(ARGS) \
@@ -134,14 +138,19 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 		$(examples:%=-r %)
 	touch $@
 
-# What slow tests need: the engines that fleets run on, and Triton's interpreter.
+# What slow tests need: Kubernetes' schemas, and Triton's interpreter.
 $(VENV)/.slow: $(VENV)/.dev
+	$(python) -m pip install --quiet --disable-pip-version-check \
+		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0
+	touch $@
+
+# What long tests need: the engines that fleets run on.
+$(VENV)/.long: $(VENV)/.dev
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
 		$(MAKE) --no-print-directory system-package \
 		PACKAGE="slurmctld slurmd slurm-client munge"
 	$(python) -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.txt ray==2.60.0 kubernetes-validate==1.34.1 \
-		triton==3.8.0
+		--constraint requirements.txt ray==2.60.0
 	touch $@
 
 # The C++ part, built in place.

@@ -76,8 +76,28 @@ QUICK = [
     ("ppo_mixed", "serial"),
     ("dqn_catch", "serial"),
 ]
+SLOW = [
+    ("catch", "actors"),
+    ("memory", "servers"),
+    ("cartpole", "actors"),
+    ("target", "actors"),
+    ("mixed", "servers"),
+    ("ppo_mixed", "servers"),
+    ("dqn_catch", "servers"),
+    ("r2d2_memory", "serial"),
+    ("sac_target", "serial"),
+    ("attention", "servers"),
+]
+
+
+def marks(run):
+    if run in QUICK:
+        return []
+    return pytest.mark.slow if run in SLOW else pytest.mark.long
+
+
 RUNS = [
-    pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow, id="-".join(run))
+    pytest.param(*run, marks=marks(run), id="-".join(run))
     for run in (
         (ability, mode)
         for ability in ABILITIES
@@ -110,7 +130,7 @@ def learns(module, args, goal, savedir, cwd=ROOT):
     with Program(*args, module=module, cwd=cwd) as program:
         program.wait_for("results in")
         best = -float("inf")
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + 1200
         while program.process.poll() is None and best <= goal:
             assert time.monotonic() < deadline, f"at most {best}"
             time.sleep(0.5)

@@ -145,7 +145,7 @@ def test_images_are_trained_on_in_bfloat16_where_the_cpu_has_it(module, savedir)
     assert f"{expected}; results in" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_network_in_bfloat16_trains(savedir):
     flags = ["--net", "shallow", "--compile", "--precision", "bfloat16", *LOG]
     result = main(*small_run(savedir, *flags, env=PIXELS, steps=400),

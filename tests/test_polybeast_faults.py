@@ -488,7 +488,7 @@ def rss_mb(pid):
         return int(f.read().split()[1]) * 4096 / 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_flat_over_a_million_steps(tmp_path):
     args = ["--num_servers", 2, "--envs_per_server", 16, "--unroll_length", 80,
             "--batch_size", 4, "--total_steps", 10**6, "--savedir", tmp_path,

@@ -461,7 +461,7 @@ def test_several_learners_learn_the_same_from_replays_of_their_own(tmp_path, age
     assert "2 learners on 1 hosts: each has 1 of 2 rollouts" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_longer_than_the_burn_in_needs_the_stored_state(tmp_path):
     """A cue before the burn-in is known from the recurrent state alone."""
     (tmp_path / "forgets.py").write_text("""

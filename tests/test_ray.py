@@ -77,7 +77,7 @@ def test_without_ray_it_says_what_is_missing():
     assert line == "fleet: error: missing ray, expected pip install 'ray[default]'"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_on_ray_outlive_processes_and_nodes_and_the_learner_outlives_ray(
     savedir, tmp_path
 ):

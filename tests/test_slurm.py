@@ -145,7 +145,7 @@ def test_a_job_without_a_role_is_one_line():
         assert line.startswith("train.sbatch: expected learners or hosts, got '")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_on_slurm_is_requeued_cancelled_resumed_and_ends_with_its_hosts(slurm):
     env = ("--env", "CartPole-v1")
     flags = (*env, "--total_steps", 10**8, "--batch_size", 4)
@@ -189,7 +189,7 @@ def test_a_run_on_slurm_is_requeued_cancelled_resumed_and_ends_with_its_hosts(sl
     assert "Traceback" not in slurm.output(job)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_array_job_runs_each_combination_and_its_tasks_resume(slurm):
     program = (sys.executable, "-m", "monobeast", "--env", "CartPole-v1",
                "--num_actors", 0, "--log_interval_steps", 200)  # fmt: skip

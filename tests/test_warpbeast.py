@@ -373,7 +373,7 @@ LEARNED = [  # Environment, flags, steps, return.
 @pytest.mark.parametrize(
     ("env", "flags", "steps", "expected"),
     [
-        pytest.param(*x, marks=[] if x[0] == "Catch" else pytest.mark.slow)
+        pytest.param(*x, marks=[] if x[0] == "Catch" else pytest.mark.long)
         for x in LEARNED
     ],
 )
