@@ -10,8 +10,8 @@ FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 
-.PHONY: help setup pong poly test test-slow test-faults test-long csrc-test csrc-test-slow proto fuzz \
-	wheel lint format bench gpu-bundle clean
+.PHONY: help setup pong poly test test-slow test-faults test-long csrc-test csrc-test-slow \
+	proto fuzz wheel lint format bench gpu-bundle clean
 
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"

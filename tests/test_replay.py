@@ -275,7 +275,7 @@ def test_images_that_stay_as_they_are_are_not_taken_for_stacks():
     assert_same(ring.read(items), second)
 
 
-def test_images_kept_whole_beside_frames_are_refused_where_memory_ends(monkeypatch):
+def test_images_kept_whole_beside_frames_are_refused_where_memory_ends():
     first, *others = noise(4)
     frames = torch.randint(255, (T + 4, B, 8, 8), dtype=torch.uint8)
     first["observation"] = frames.unfold(0, 4, 1).movedim(-1, 2).contiguous()
