@@ -57,7 +57,7 @@ def empty_temporary_directory(tmp_path_factory, monkeypatch):
     path = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(path))
     yield path
-    assert list(path.glob("torchbeast-*")) == []
+    assert list(path.glob(f"{files.SOCKETS}*")) == []
 
 
 # Kills.
@@ -291,7 +291,7 @@ def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_r
     savedir, empty_temporary_directory
 ):
     def directories():
-        return set(empty_temporary_directory.glob("torchbeast-*"))
+        return set(empty_temporary_directory.glob(f"{files.SOCKETS}*"))
 
     with start("polybeast", savedir) as program:
         wait_for_steps(savedir, 40)
@@ -299,7 +299,7 @@ def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_r
             program.signal_all(signum)
         program.end()
     [killed] = directories()
-    another = empty_temporary_directory / "torchbeast-of-somebody"
+    another = empty_temporary_directory / f"{files.SOCKETS}of-somebody"
     another.mkdir()
     with start("polybeast", savedir, "--xpid", "y") as program:
         program.wait_for("results in")

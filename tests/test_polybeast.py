@@ -33,7 +33,7 @@ from tests.programs import (
     wait_for_steps,
 )
 from tests.test_polybeast_env import COUNTER, free_port, servers
-from torchbeast import devices, learner
+from torchbeast import devices, files, learner
 from torchbeast.environment import map_structure
 from torchbeast.process import Stop
 from torchbeast.stages import STAGES
@@ -45,7 +45,7 @@ LOG = ("--log_interval_steps", 40)  # A line for every update.
 
 def directories():
     """The temporary directories of programs that run, or left theirs behind."""
-    return {d for d in os.listdir(tempfile.gettempdir()) if d.startswith("torchbeast-")}
+    return {d for d in os.listdir(tempfile.gettempdir()) if d.startswith(files.SOCKETS)}
 
 
 def small_run(savedir, *others, **kwargs):
@@ -134,8 +134,8 @@ def test_the_same_command_resumes(trained, module):
 @both
 def test_images_are_trained_on_in_bfloat16_where_the_cpu_has_it(module, savedir):
     serial = SERIAL if module == "monobeast" else ()
-    flags = args(module, savedir, "--learner_device", "cpu", *serial, env=PIXELS,
-                 steps=40)  # fmt: skip
+    shallow = ("--net", "shallow", "--learner_device", "cpu")  # Not the deep one.
+    flags = args(module, savedir, *shallow, *serial, env=PIXELS, steps=40)
     result = main(*flags, module=module)
     assert result.returncode == 0, result.stderr
     cpu = torch.device("cpu")
@@ -214,6 +214,17 @@ def test_a_server_is_replaced_that_is_killed_or_whose_directory_is_tidied_away(
     assert directories() == before
     steps = [int(row["step"]) for row in read_logs(savedir / "x")]
     assert steps == list(range(40, steps[-1] + 1, 40))
+
+
+def test_a_start_leaves_finished_runs_in_the_temporary_directory():
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="torchbeast-"))
+    flags = small_run(directory.parent, "--xpid", directory.name, steps=40)
+    assert main(*flags, module="polybeast").returncode == 0
+    before = sorted(p.name for p in directory.iterdir())
+    assert {"lock", "model.tar", "logs.csv"} <= set(before)
+    with contextlib.ExitStack() as stack:
+        files.socket_directory(stack)
+    assert sorted(p.name for p in directory.iterdir()) == before
 
 
 def test_a_stream_may_have_a_thousand_environments_and_more(savedir):

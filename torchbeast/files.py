@@ -1,12 +1,13 @@
 """Files that no killed process spoils: locks, atomic writes, logs."""
 
+import contextlib
 import csv
 import fcntl
 import io
 import os
 import pathlib
 import platform
-import shutil
+import stat
 import tempfile
 
 from torchbeast.process import log
@@ -39,24 +40,50 @@ def lock(path):
     return file
 
 
-def temporary_directory(stack):
-    """Makes a directory that lives as long as stack, a contextlib.ExitStack. Removes
-    directories of processes that were killed together with all that would have removed
-    them."""
-    for path in pathlib.Path(tempfile.gettempdir()).glob("torchbeast-*/lock"):
-        try:
-            if path.parent.lstat().st_uid == os.getuid():
+# Not that of a run's name: a run's directory has a `lock`, too.
+SOCKETS = "torchbeast_sockets-"
+
+
+def socket_directory(stack):
+    """Makes a directory for Unix sockets, which lives as long as stack, a
+    contextlib.ExitStack. Returns its path.
+
+    Removes such directories of killed processes, whose locks nobody holds.
+    """
+    for path in pathlib.Path(tempfile.gettempdir()).glob(f"{SOCKETS}*/lock"):
+        with contextlib.suppress(OSError):  # In use, or just removed.
+            if _is_own(path.parent):
                 with open(path) as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path.parent)
-        except OSError:
-            pass  # In use, or just removed.
-    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbeast-"))
+                    remove_sockets(path.parent)
+    directory = tempfile.mkdtemp(prefix=SOCKETS)
+    stack.callback(remove_sockets, directory)
     # Under another name until it is locked, lest it be removed.
     new = pathlib.Path(directory, "lock.new")
     stack.enter_context(lock(new))
     new.rename(new.with_name("lock"))
     return directory
+
+
+def remove_sockets(directory):
+    """Removes a directory of this user's that holds nothing but Unix sockets and a
+    lock. Leaves any other directory as it is, with all that is in it."""
+    directory = pathlib.Path(directory)
+    with contextlib.suppress(OSError):  # Another process removes it, too.
+        paths = list(directory.iterdir())
+        ours = ("lock", "lock.new")
+        if _is_own(directory) and all(
+            p.name in ours or stat.S_ISSOCK(p.lstat().st_mode) for p in paths
+        ):
+            for path in paths:
+                path.unlink(missing_ok=True)
+            directory.rmdir()
+
+
+def _is_own(directory):
+    """Tells whether a path is a directory, and no link to one, of this user."""
+    status = directory.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def write_atomically(path, data):

@@ -7,7 +7,6 @@ E is the number of environments of a stream.
 """
 
 import contextlib
-import shutil
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from torchbeast import calls, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import NOT_A_LEARNER, why_not_free
 from torchbeast.batch import MAX_MESSAGE_BYTES
+from torchbeast.files import remove_sockets
 from torchbeast.process import (
     BadInput,
     Repeated,
@@ -292,7 +292,7 @@ def serve(create_env, flags, address, directory, parent):
     checks.enter_graceful_shutdown()
     server.stop(grace=1).wait()
     if directory is not None:  # The parent may not have come to it.
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_sockets(directory)
     return environments
 
 

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -158,7 +157,7 @@ class Servers:
     def start_here(self, flags):
         """Starts --num_servers servers for this program alone. Returns their addresses,
         Unix sockets in a temporary directory."""
-        directory = files.temporary_directory(self._stack)
+        directory = files.socket_directory(self._stack)
         addresses = count_up(f"unix:{directory}/server", flags.num_servers)
         # The learner seeds its streams.
         flags = argparse.Namespace(**{**vars(flags), "seed": None})
@@ -199,7 +198,7 @@ class Servers:
         for server in self._servers:
             kill_group(server.process)
             if server.directory is not None:
-                shutil.rmtree(server.directory, ignore_errors=True)
+                files.remove_sockets(server.directory)
 
     def __enter__(self):
         return self
