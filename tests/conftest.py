@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.programs import args, main
+from tests.supervisor import supervise_this_process
 
 # Tests run beside each other: threads that wait for threads are in their way.
 torch.set_num_threads(1)
@@ -18,6 +19,8 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, lambda *_: None)
 # and Ctrl-C, if the tests were started in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A program that a test starts has a session of its own, which outlives Ctrl-C.
+supervise_this_process()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.supervisor import cmdline, marked, stat
 from torchbeast import process
 from torchbeast.process import SIGNALS, log
 
@@ -220,38 +221,8 @@ def shared_memory():
     return {n for n in names if n.startswith(("torch_", "psm_", "sem.", "pym-"))}
 
 
-def _stat(pid):
-    """Fields of /proc/pid/stat from the state on, or None."""
-    try:
-        fields = (
-            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields
-
-
 def children(pid):
-    return sorted(p for p in process.children(pid) if _stat(p))
-
-
-def marked(mark):
-    """All processes that were started with this text in their environment, but for
-    multiprocessing's helpers, which live as long as the tests."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended.
-            pid = int(path.parent.name)
-            if mark.encode() in path.read_bytes() and _stat(pid):
-                found.append(pid)
-    return [pid for pid in found if "resource_tracker" not in cmdline(pid)]
-
-
-def cmdline(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+    return sorted(p for p in process.children(pid) if stat(p))
 
 
 def read_logs(path):
