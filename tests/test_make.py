@@ -3,10 +3,7 @@
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import (
-    AutoresetMode,
-    SyncVectorEnv,
-)
+from gymnasium.vector import SyncVectorEnv
 
 from tests import envs
 from torchbeast import environment
@@ -37,13 +34,6 @@ def test_list_of_anything_but_single_environments_is_refused(env, words):
 def test_step_before_initial_is_refused():
     with pytest.raises(RuntimeError, match="before Environment.initial"):
         Environment(envs.Counter()).step([0])
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
-def test_vector_environment_with_another_autoreset_is_refused(mode):
-    env = SyncVectorEnv([envs.Counter], autoreset_mode=mode)
-    with pytest.raises(ValueError, match=f"mode {mode.value}.*NEXT_STEP"):
-        Environment(env)
 
 
 @pytest.mark.parametrize("missing", ["reset", "step", "action_space"])

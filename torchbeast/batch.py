@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from torchbeast.calls import Call
-from torchbeast.process import BadInput
+from torchbeast.process import BadInput, log
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import Actions, BadStep, Observations, as_declared
 
@@ -24,6 +24,8 @@ MAX_STEP_BYTES = MAX_MESSAGE_BYTES - 2**22  # Beside a Welcome, metrics and leng
 
 RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")
+# Names under which an info has what a reset within the step would hide.
+FINAL = ("final_obs", "final_observation", "terminal_observation")
 
 
 class Batch:
@@ -35,6 +37,9 @@ class Batch:
     None where there are none. After its last observation an environment is reset
     instead of stepped.
     """
+
+    same_step = False
+    unseen = False  # See Vector.
 
     def __init__(self, envs):
         self.envs = envs
@@ -113,32 +118,55 @@ class Batch:
 
 class Vector:
     """The same for a Gymnasium vector environment, which resets its environments
-    itself, at the step after a last one."""
+    itself, as its metadata["autoreset_mode"] says:
+
+    NEXT_STEP   At the step after a last one, as a Batch does.
+    SAME_STEP   Within the last step, whose observation is info["final_obs"] and whose
+                info is info["final_info"]. As all environments step together, one that
+                was reset makes a step before an agent can answer: it takes action 0,
+                its first observation is not shown, what follows is given as the first
+                one. The reward belongs to the episode. An episode that ends within
+                this step is not shown at all.
+
+    unseen: [E] bool, where the last step() made a step of the latter kind
+    """
 
     def __init__(self, env):
-        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-        if getattr(mode, "value", mode) != AutoresetMode.NEXT_STEP.value:
-            raise BadInput(
-                f"vector environment has autoreset mode {getattr(mode, 'value', mode)}"
-                ": make it with autoreset_mode=AutoresetMode.NEXT_STEP"
-            )
         self.env = env
         self.num_envs = env.num_envs
-        self.metadata = env.metadata
+        self.metadata = env.metadata or {}
         self.frames_per_step = getattr(env, "frames_per_step", 1)
         self.name = name_of(env)
+        self.same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP.value
+        self.unseen = np.zeros(self.num_envs, bool)
         space = space_of(env, "single_observation_space")
         self.observations = Observations(space, self.num_envs)
         action_space = space_of(env, "single_action_space")
         self.actions = Actions(action_space, self.num_envs)
+        self._zeros, _ = self.actions.to_environment(self.actions.zeros())
         self._step_call = Call(f"step() of {self.name}")
+        self._warned = False
+
+    def _autoreset_mode(self):
+        mode = self.metadata.get("autoreset_mode")
+        mode = getattr(mode, "value", mode)
+        if mode in (AutoresetMode.NEXT_STEP.value, AutoresetMode.SAME_STEP.value):
+            return mode
+        what = "no autoreset mode" if mode is None else f"autoreset mode {mode}"
+        raise BadInput(
+            f"vector environment {self.name} states {what} in its metadata, expected "
+            "AutoresetMode.NEXT_STEP, or SAME_STEP with info['final_obs']"
+        )
 
     def reset(self, seed):
+        self._last = self._end = np.zeros(self.num_envs, bool)  # Of the step before.
         with Call(f"reset() of {self.name}"):
             result = self.env.reset(seed=seed)
         return self.observations.of_vector(_unpack("reset", result, RESET)[0])
 
     def step(self, action):
+        if self.same_step and self._last.any():
+            action = self.actions.where(self._last, self._zeros, action)
         with self._step_call:
             result = self.env.step(action)
         observations, rewards, terminated, truncated, info = _unpack(
@@ -147,20 +175,71 @@ class Vector:
         rewards = self._numbers(rewards, "reward")
         terminated = self._numbers(terminated, "terminated").astype(bool)
         truncated = self._numbers(truncated, "truncated").astype(bool)
-        end = terminated | truncated
+        last = terminated | truncated
+        if not self.same_step:
+            self._check_next_step(rewards, last, info)
         info = info if isinstance(info, dict) else {}
+        end, metrics = self._of_info(info, last)
+        final = None
+        if self.same_step:
+            if last.any():
+                final = self._final_obs(info)
+                final_end, finals = self._of_info(info.get("final_info", info), last)
+                end = np.where(last, final_end, end)
+                metrics = [f if x else m for x, f, m in zip(last, finals, metrics)]
+            ended = self._last & last  # Within the unseen step.
+            lost = ended & self._end
+            self.unseen = self._last & ~lost
+            metrics = [None if x else m for x, m in zip(lost, metrics)]
+            end, last = end & ~lost, last & ~ended
+            terminated, truncated = terminated & ~ended, truncated & ~ended
+        observations = self.observations.of_vector(
+            observations, np.flatnonzero(last) if self.same_step else (), final
+        )
+        self._last, self._end = last, end
+        return observations, rewards, terminated, truncated, end, metrics
+
+    def _final_obs(self, info):
+        if (final := info.get("final_obs")) is None:
+            raise BadInput(
+                f"vector environment {self.name} states AutoresetMode.SAME_STEP, but "
+                "an episode ended without info['final_obs']"
+            )
+        return final
+
+    def _check_next_step(self, rewards, last, info):
+        """Raises BadInput if an environment resets within the step of an end, which
+        hides the last observation and makes of the first transition a reset."""
+        began, why = self._last & self._end, None
+        if last.any():
+            infos = info if isinstance(info, (list, tuple)) else [info]
+            for name in FINAL:
+                if any(isinstance(x, dict) and name in x for x in infos):
+                    why = f"info has {name!r} where an episode ended"
+        if (began & last).any():
+            why = "an episode ended at the step that was to begin it"
+        if why is not None:
+            raise BadInput(
+                f"vector environment {self.name} states AutoresetMode.NEXT_STEP, but "
+                f"resets within the step: {why}"
+            )
+        if not self._warned and rewards[began].any():
+            self._warned = True
+            log.warning(
+                "%s pays %g at the step after an episode's end, which is to be a reset "
+                "(AutoresetMode.NEXT_STEP): left out",
+                self.name,
+                rewards[began][rewards[began] != 0][0],
+            )
+
+    def _of_info(self, info, last):
+        """Returns (episode_end [E], metrics) as the info of E environments says."""
+        info, end = info if isinstance(info, dict) else {}, last
         if "episode_end" in info:
             # Gymnasium's convention: info["_x"] tells of which environments "x" is.
             said = self._numbers(info["episode_end"], "info['episode_end']")
             end = np.where(info.get("_episode_end", True), said, end).astype(bool)
-        return (
-            self.observations.of_vector(observations),
-            rewards,
-            terminated,
-            truncated,
-            end,
-            self._metrics(info.get("episode_metrics"), end),
-        )
+        return end, self._metrics(info.get("episode_metrics"), end)
 
     def _numbers(self, x, name):
         dtype = np.dtype(np.float64)
@@ -191,8 +270,9 @@ class Vector:
 
 
 def name_of(env):
-    spec = getattr(env, "spec", None)
-    return spec.id if spec is not None else type(env.unwrapped).__name__
+    """Returns what messages call an environment. (EnvPool's spec has no id.)"""
+    name = getattr(getattr(env, "spec", None), "id", None)
+    return name or type(env.unwrapped).__name__
 
 
 def space_of(env, attribute):

@@ -209,7 +209,11 @@ class Environment:
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0
-        self._episode_step[~self._episode_end] += 1
+        # No reward leads into a first observation. If only training begins anew there,
+        # the game may have paid: it goes on the score.
+        made = ~(done & self._episode_end) | self.env.unseen
+        self._episode_step[made] += 1
+        self._episode_return += np.where(made, reward, 0)
         # (Also a copy, as the caller may write into its own.)
         action = map_structure(lambda x: _zero_where(done, x), action)
         for m in metrics:
@@ -218,9 +222,6 @@ class Environment:
         return self._step(observation, reward, done, terminated, truncated, end, action)
 
     def _step(self, observation, reward, done, terminated, truncated, end, action):
-        # No reward leads into a first observation. If only training begins anew there,
-        # the game may have paid: it goes on the score.
-        self._episode_return += np.where(done & self._episode_end, 0, reward)
         reward = np.where(done, 0, reward).astype(np.float32)
         check_finite(reward, "reward")
         self._training_return += reward

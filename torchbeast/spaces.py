@@ -143,13 +143,19 @@ class Observations:
                 array[i] = x
         return self._nest(arrays)
 
-    def of_vector(self, observation):
-        """Takes the observations of a vector environment."""
+    def of_vector(self, observation, rows=(), final=None):
+        """Takes the observations of a vector environment; those of some rows from
+        `final`, an info's "final_obs"."""
         arrays = []
         for keys, name, dtype, shape in self._leaves:
             x = _entry(observation, keys, name)
             x = as_declared(x, dtype, (self.num_envs, *shape), name)
-            arrays.append(np.asarray(x, dtype, order="C"))
+            x = np.asarray(x, dtype, order="C")
+            if len(rows) > 0:
+                x = x.copy()
+            for i in rows:
+                x[i] = as_declared(_row(final, i, keys, name), dtype, shape, name)
+            arrays.append(x)
         return self._nest(arrays)
 
     def _nest(self, arrays):
@@ -200,6 +206,15 @@ class Actions:
         arrays = [leaf.clip(x) for x, leaf in zip(arrays, self.leaves)]
         given = [leaf.to_environment(x) for x, leaf in zip(arrays, self.leaves)]
         return self.nest(given), self.nest(arrays)
+
+    def where(self, rows, action, other):
+        """Returns `action` where rows [E] is true, else `other`: both as environments
+        take them."""
+        arrays = []
+        for leaf in self.leaves:
+            x, y = (_entry(a, leaf.keys, leaf.name) for a in (action, other))
+            arrays.append(np.where(rows.reshape(-1, *[1] * len(leaf.shape)), x, y))
+        return self.nest(arrays)
 
     def split(self, action):
         """Returns the E actions of to_environment(), one for each environment."""
@@ -358,6 +373,14 @@ def _entry(nest, keys, name):
                 f"{name} is not in the {what}, a {type(nest).__name__}"
             ) from e
     return nest
+
+
+def _row(final, i, keys, name):
+    """Returns an entry of the i-th observation of an info's "final_obs": an array of E
+    observations, or one observation of arrays [E, ...]."""
+    while keys and isinstance(final, (dict, tuple)):
+        final, keys = _entry(final, keys[:1], name), keys[1:]
+    return _entry(final, (i, *keys), name)
 
 
 def _pack(space, arrays):
