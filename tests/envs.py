@@ -6,6 +6,7 @@
     torchbeast/LongMemory-v0   the same, for sixteen steps
     torchbeast/Bandit-v0    an action that depends on what is seen, and nothing else
     torchbeast/Target-v0    a continuous action that depends on what is seen
+    torchbeast/Xor-v0       an action that depends on two entries of a Dict together
     torchbeast/Mixed-v0     an action of a choice and of a number that depends on it
     torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
     torchbeast/Mock-v0      none, it costs nothing: for tests of everything around it
@@ -179,6 +180,71 @@ class Mixed(Target):
         return self.number, reward, True, False, {}
 
 
+class Xor(gymnasium.Env):
+    """Each of ten steps shows two bits, each in an entry of its own of a Dict, and pays
+    1 for an action that is their exclusive-or, else 0. What depends on either entry
+    alone, or on a sum of two such parts, is right half of the time.
+
+    first, second: what shows a bit: number, discrete, integers, binary, image or ids
+    box:           the action is a number from -1 to 1, of which the sign counts; the
+                   reward is as much as it is on the right side
+    """
+
+    def __init__(self, first="number", second="number", box=False):
+        self.kinds = first, second
+        self.box = box
+        parts = [
+            {
+                "number": spaces.Box(-1, 1, (1,), np.float32),
+                "discrete": spaces.Discrete(4, start=1),
+                "integers": spaces.MultiDiscrete([3, 4]),
+                "binary": spaces.MultiBinary(3),
+                "image": spaces.Box(0, 255, (12, 10, 3), np.uint8),
+                "ids": spaces.Box(0, 5976, (20, 21), np.int16),
+            }[kind]
+            for kind in self.kinds
+        ]
+        self.observation_space = spaces.Dict(first=parts[0], second=parts[1])
+        self.action_space = spaces.Discrete(2)
+        if box:
+            self.action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        right = self.bits[0] != self.bits[1]
+        reward = float(int(action if not self.box else action[0] > 0) == right)
+        if self.box:
+            reward = 0.5 + 0.5 * float(action[0]) * (1 if right else -1)
+        self.t += 1
+        return self._observation(), reward, self.t == 10, False, {}
+
+    def _observation(self):
+        self.bits = self.np_random.integers(2, size=2)
+        keys = ("first", "second")
+        return {k: self._show(*x) for k, *x in zip(keys, self.kinds, self.bits)}
+
+    def _show(self, kind, bit):
+        if kind == "number":
+            return np.array([2 * bit - 1], np.float32)
+        if kind == "discrete":
+            return np.int64(1 + 2 * bit)
+        if kind == "integers":
+            return np.array([1 + bit, 3 * bit])
+        if kind == "binary":
+            return np.array([1, bit, 0], np.int8)
+        if kind == "image":  # A spot on the left or on the right.
+            image = np.full((12, 10, 3), 50, np.uint8)
+            image[4:7, 1 + 5 * bit : 4 + 5 * bit] = 200
+            return image
+        ids = np.full((20, 21), 2359, np.int16)
+        ids[5:13, 8:16] = 2380 + bit  # One of two that follow each other.
+        return ids
+
+
 class Counter(gymnasium.Env):
     """Counts, whatever the action. The t-th step of an episode pays t.
 
@@ -263,7 +329,7 @@ class MockVector(VectorEnv):
 
 
 for _name in (
-    "Catch", "CatchPixels", "Memory", "Bandit", "Target", "Mixed", "Counter"
+    "Catch", "CatchPixels", "Memory", "Bandit", "Target", "Mixed", "Xor", "Counter"
 ):  # fmt: skip
     if f"torchbeast/{_name}-v0" not in gymnasium.registry:
         gymnasium.register(

@@ -1,5 +1,6 @@
 """Does it learn? One ability each, to a known return, through the real program."""
 
+import itertools
 import signal
 import time
 
@@ -114,6 +115,47 @@ def test_learns(ability, mode, tmp_path):
     module = "polybeast" if mode == "servers" else "monobeast"
     args = ["--env", env, "--total_steps", steps, "--seed", 1, *args]
     learns(module, args, goal, tmp_path)
+
+
+KINDS = "number", "discrete", "integers", "binary", "image", "ids"
+REPLAY = ["--replay_ratio", 64, "--replay_start", 200]
+XOR = {  # Flags, and steps to learn it in.
+    "polybeast": (["--learning_rate", 3e-3], 100_000),
+    "ppo": (
+        ["--unroll_length", 16, "--batch_size", 16, "--num_minibatches", 4,
+         "--learning_rate", 2e-3],
+        40_000,
+    ),
+    "r2d2": ([*DQN[2:], "--exploration_steps", 3000, "--discounting", 0], 20_000),
+    "sac": (
+        [*REPLAY, "--learning_rate", 1e-3, "--critic_learning_rate", 1e-2,
+         "--target_entropy", -3, "--discounting", 0],
+        4000,
+    ),
+}  # fmt: skip
+QUICK_XOR = [
+    ("polybeast", "discrete", "number"),
+    ("ppo", "binary", "number"),
+    ("r2d2", "discrete", "integers"),
+    ("sac", "number", "binary"),
+]
+
+
+@pytest.mark.parametrize(
+    ("agent", "first", "second"),
+    [
+        pytest.param(agent, *pair, marks=[] if quick else pytest.mark.slow)
+        for agent in XOR
+        for pair in itertools.combinations_with_replacement(KINDS, 2)
+        for quick in [(agent, *pair) in QUICK_XOR or (agent, *pair[::-1]) in QUICK_XOR]
+    ],
+)
+def test_entries_of_a_dict_are_learned_from_together(agent, first, second, tmp_path):
+    args, steps = XOR[agent]
+    args = ["--agent", agent, "--env", "tests.envs:torchbeast/Xor-v0", "--env_args",
+            f"first={first}", f"second={second}", f"box={agent == 'sac'}",
+            "--num_actors", 0, "--total_steps", steps, "--seed", 1, *args]  # fmt: skip
+    learns("monobeast", args, 9, tmp_path)
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_the_ratio_is_that_to_the_policy_that_acted():
     data, _ = agent.prepare(batch)
     with torch.no_grad():
         for parameter in agent.net.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(0.05 * torch.randn_like(parameter))
     outputs, _ = agent.net(data, data["core_state"])
     loss, statistics = agent.loss(data, outputs)
 

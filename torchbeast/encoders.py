@@ -50,12 +50,11 @@ def make_encoder(
 def _make_encoder(space, name, net, bfloat16, of_numbers):
     entries = children(space)
     if entries:
-        return NestEncoder(
-            {
-                key: _make_encoder(part, f"{name}/{key}", net, bfloat16, of_numbers)
-                for key, part in entries
-            }
-        )
+        encoders = {
+            key: _make_encoder(part, f"{name}/{key}", net, bfloat16, of_numbers)
+            for key, part in entries
+        }
+        return NestEncoder(encoders, combine=of_numbers.func is not FlatEncoder)
     if is_image(space):
         encoder = ImageEncoder(space, net, bfloat16)
         what = f"image, {' x '.join(map(str, space.shape))}"
@@ -354,21 +353,29 @@ class OneHotEncoder(nn.Module):
 
 
 class NestEncoder(nn.Module):
-    """Encodes each entry of a dict or tuple of observations, and concatenates the
-    results.
+    """Encodes each entry of a dict or tuple of observations, concatenates the results,
+    and combines them in a layer as wide as the widest of them.
+
+    Heads are linear: without this layer, policy and value would be sums of a function
+    of each entry, which are right about an exclusive-or of two entries half of the
+    time. A single entry needs none, nor do networks with layers of their own.
 
     encoders: {key: encoder}
     """
 
-    def __init__(self, encoders):
+    def __init__(self, encoders, combine=True):
         super().__init__()
         self.keys = list(encoders)
         self.encoders = nn.ModuleList(encoders.values())
-        self.out_features = sum(e.out_features for e in self.encoders)
+        sizes = [encoder.out_features for encoder in self.encoders]
+        self.combine, self.out_features = nn.Identity(), sum(sizes)
+        if combine and len(sizes) > 1:
+            self.combine = nn.Sequential(nn.Linear(sum(sizes), max(sizes)), nn.ReLU())
+            self.out_features = max(sizes)
 
     def forward(self, x):
         parts = [encode(x[key]) for key, encode in zip(self.keys, self.encoders)]
-        return torch.cat(parts, dim=1)
+        return self.combine(torch.cat(parts, dim=1))
 
 
 class LSTM(nn.LSTMCell):
