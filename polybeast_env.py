@@ -161,7 +161,7 @@ def serve(flags):
         where = list(islice(cycle(found), first, first + flags.num_servers))
     tls.check(flags, where)
     tls.load(flags, {"server": "server", "dialer": "client"}[module])
-    allow_open_files(max(4 * flags.num_servers, server.MAX_STREAMS))
+    allow_open_files(max(4 * flags.num_servers, server.MAX_CONNECTIONS))
     # BadInput is to be raised here, not in a process.
     environment.probe(create_env, flags, min(2, flags.envs_per_server))
     received = []

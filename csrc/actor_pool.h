@@ -296,15 +296,25 @@ class ActorPool {
     }
     if (told.empty()) told = error.substr(0, kMaxToldBytes);
     (stopping_ ? rollouts_.ended : rollouts_.lost) += guest->filling;
-    if (!stopping_ && departed_.size() < kMaxDeparted) {
-      guest->status.last_error = error;
-      departed_.push_back(guest->status);
-    }
+    guest->status.last_error = error;
+    depart(guest->status);
     guests_.remove_if([&](const Actor& other) { return &other == guest; });
     return {code, told};
   }
 
-  // Streams that hosts had opened, and that have ended since the last call.
+  // A host got no stream.
+  void refuse(const std::string& address, const std::string& why) {
+    Status status;
+    status.address = address;
+    status.state = "ended";
+    status.last_error = why;
+    status.dialed_in = true;
+    std::lock_guard<std::mutex> lock(mu_);
+    depart(status);
+  }
+
+  // Streams that hosts had opened, and that have ended since the last call, and those
+  // that were refused.
   [[nodiscard]] std::vector<Status> take_departed() {
     std::lock_guard<std::mutex> lock(mu_);
     return std::exchange(departed_, {});
@@ -358,6 +368,9 @@ class ActorPool {
   }
   static void cancel(Actor* actor) {
     if (actor->cancel) actor->cancel();
+  }
+  void depart(const Status& status) {
+    if (!stopping_ && departed_.size() < kMaxDeparted) departed_.push_back(status);
   }
   void hang_up_on_silent() {
     const auto timeout = std::chrono::duration<double>(options_.welcome_timeout_s);

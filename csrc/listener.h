@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "actor_pool.h"
+#include "door.h"
 #include "torchbeast.pb.h"
 #include "wire.h"
 
@@ -30,15 +31,24 @@ class Listener {
       : service_(pool) {
     grpc::ServerBuilder builder;
     auto credentials = grpc::InsecureServerCredentials();
-    if (!options.tls_ca.empty() && address.rfind("unix:", 0) != 0) {
+    const bool is_unix = address.rfind("unix:", 0) == 0;
+    if (!options.tls_ca.empty() && !is_unix) {
       grpc::SslServerCredentialsOptions tls(
           GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
       tls.pem_root_certs = options.tls_ca;
       tls.pem_key_cert_pairs.push_back({options.tls_key, options.tls_cert});
       credentials = grpc::SslServerCredentials(tls);
     }
-    int port = 0;
-    builder.AddListeningPort(address, credentials, &port);
+    int port = -1;
+    std::unique_ptr<Door::Acceptor> acceptor;
+    if (is_unix) {
+      builder.AddListeningPort(address, credentials, &port);
+    } else {
+      using Builder = grpc::ServerBuilder::experimental_type;
+      acceptor = builder.experimental().AddExternalConnectionAcceptor(
+          Builder::ExternalConnectionType::FROM_FD, credentials);
+      door_ = std::make_unique<Door>(address, max_connections(options.max_streams));
+    }
     builder.RegisterService(&service_);
     builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
     // One thread for each stream, and some that refuse what is too many.
@@ -48,7 +58,7 @@ class Listener {
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     builder.AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1);
     builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
-    builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10'000);
+    builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 5'000);
     builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, 60'000);
     builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
     builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
@@ -59,18 +69,26 @@ class Listener {
     if (server_ == nullptr || port == 0) {
       throw std::runtime_error("cannot listen at " + address);
     }
+    if (door_ == nullptr) return;
+    door_->open(std::move(acceptor), [pool](auto&& peer, auto&& why) {
+      pool->refuse(peer, why + " (--max_streams)");
+    });
   }
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
   ~Listener() { stop(); }
 
   void stop() {
+    door_ = nullptr;
     if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now());
     server_ = nullptr;
   }
 
  private:
   static constexpr int kSpareThreads = 64;
+
+  // Each stream has one of its own; as many more may be in their handshakes.
+  static int64_t max_connections(int64_t max_streams) { return 2 * max_streams + 64; }
 
   using Request = protocol::Request;
   using Stream = grpc::ServerReaderWriter<Request, grpc::ByteBuffer>;
@@ -112,6 +130,7 @@ class Listener {
 
   Service service_;
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<Door> door_;  // But for "unix:path", which only this host can reach.
 };
 
 // An ActorPool that listens while it runs, if it has an address for that.

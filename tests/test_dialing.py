@@ -1,5 +1,6 @@
 """Hosts that dial their learner: the real programs."""
 
+import argparse
 import contextlib
 import os
 import queue
@@ -237,6 +238,32 @@ def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
             wait_for_steps(savedir, 400)
             end(host)
         end(learner)
+
+
+@pytest.mark.survives("too-many-connections")
+def test_connections_that_are_too_many_are_hung_up_on_and_training_goes_on(savedir):
+    address = here()
+    few = argparse.Namespace(prefix=["prlimit", "--nofile=200:400"])  # Open files.
+    flags = flags_of(savedir, address, "--max_streams", 4)
+    with (
+        Program(*flags, module="polybeast", host=few) as learner,
+        dial(address, env=CARTPOLE) as host,
+        contextlib.ExitStack() as stack,
+    ):
+        wait_for_steps(savedir, 400)
+        silent = [stack.enter_context(connect(address)) for _ in range(600)]
+        for connection in silent:
+            while connection.recv(1000):
+                pass
+        line = learner.wait_for("host 127.0.0.1: no stream (1 so far): ")
+        assert "too many connections, there are 72 already (--max_streams)" in line
+        wait_for_steps(savedir, 400)
+        with dial(address) as other:  # There is room again.
+            other.wait_for("connected")
+            end(other)
+        end(learner)
+        end(host)
+    assert "Traceback" not in learner.output
 
 
 @pytest.mark.survives("garbage")

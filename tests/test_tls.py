@@ -24,6 +24,7 @@ from tests.test_polybeast_faults import (
 )
 from torchbeast import tls
 from torchbeast.process import BadInput
+from torchbeast.server import MAX_CONNECTIONS
 
 OTHER_HOSTS = "expected --tls_cert, --tls_key and --tls_ca, or --insecure"
 
@@ -292,6 +293,18 @@ def test_a_learner_without_tls_is_told_that_the_server_may_expect_it(certs, tmp_
         result = learned(tmp_path, address, "--connect_timeout_seconds", 2)
     assert result.returncode == 1
     assert f"{address}: the server hangs up: does it expect TLS?" in result.stderr
+
+
+@pytest.mark.survives("too-many-connections")
+def test_a_server_hangs_up_on_connections_that_are_too_many():
+    port = free_port()
+    with serve(f"127.0.0.1:{port}"), contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            for _ in range(MAX_CONNECTIONS + 10)
+        ]
+        for connection in connections[-10:]:
+            assert connection.recv(1000) == b""  # Not even HTTP/2's settings.
 
 
 @pytest.mark.survives("silent-connection")

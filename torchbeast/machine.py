@@ -1,5 +1,6 @@
 """What is known of the machine and of this process. No torch is needed."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -57,9 +58,10 @@ def git_state():
 
 
 def cpu_name():
-    for line in open("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as f:
+        for line in f:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor()  # Not x86.
 
 
@@ -126,7 +128,12 @@ def available_memory_bytes() -> int:
     return max(0, available)
 
 
-def rss_mb() -> float:
-    """The resident memory of this process, MiB."""
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * resource.getpagesize() / 2**20
+def rss_mb() -> float | None:
+    """The resident memory of this process, MiB. None if it cannot be read: who only
+    looks must not end a run."""
+    try:
+        with open("/proc/self/statm") as f:
+            pages = int(f.read().split()[1])
+    except OSError:
+        return None
+    return round(pages * resource.getpagesize() / 2**20, 1)

@@ -89,20 +89,20 @@ def keep_freed_memory():
 
 
 def allow_open_files(num_files, remedy=""):
-    """Raises this process's limit of open files if it is too low for num_files, beside
-    some 60 of libraries, logs and environments. Raises BadInput if that is not allowed,
-    which names a remedy beside a higher limit.
+    """Raises this process's limit of open files as far as the system allows: whoever
+    connects takes one, and environments may take any number. Raises BadInput, which
+    names a remedy beside a higher limit, if there can be fewer than num_files, beside
+    some 60 of libraries, logs and environments.
     """
     needed = num_files + 64
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
         raise BadInput(
             f"this command needs {needed} open files, the limit is {hard}: raise it "
             "(ulimit -Hn; LimitNOFILE= of systemd; docker run --ulimit nofile=...)"
             f"{remedy}"
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

@@ -375,7 +375,7 @@ class Run:
             sps=round((self.step - self._row_step) / max(now - self._row_at, 1e-9), 1),
             updates=self.updates,
             episodes=self._sums.get("episode_return", (0, 0))[1],
-            rss_mb=round(machine.rss_mb(), 1),
+            rss_mb=machine.rss_mb(),
         )
         row.update(stages.shares(stage_seconds, self._row_stages))
         self._row_at, self._row_stages = now, stage_seconds

@@ -43,7 +43,8 @@ from torchbeast.seeds import derive_seed
 
 MAX_STREAMS = 64  # Of a server.
 MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
-HANDSHAKE_TIMEOUT_S = 10
+MAX_CONNECTIONS = 2 * MAX_STREAMS  # A stream has one; others are in a handshake.
+HANDSHAKE_TIMEOUT_S = 5
 LOG_EVERY_S = 60
 CLOSE_TIMEOUT_S = 3
 
@@ -266,6 +267,7 @@ def serve(create_env, flags, address, directory, parent):
             # No compression: a few bytes could become any number of them.
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.per_message_decompression", 0),
+            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
             # Learner and server ask each other every 10 s: one that is gone without
             # a word, as when its host's power fails, is noticed after half a minute.
