@@ -246,9 +246,8 @@ class Agent:
         normalised by."""
         encoder = getattr(self.net, "encoder", None)
         if isinstance(encoder, NormalizedEncoder):
-            real = rollouts.real(batch)
-            observation = map_structure(lambda x: x[1:][real], batch["observation"])
-            encoder.update(observation)
+            new = rollouts.new(batch)
+            encoder.update(map_structure(lambda x: x[new], batch["observation"]))
         if self.normalized_rewards is not None:
             self.normalized_rewards.update(batch, batch["core_state"][1])
 

@@ -1,7 +1,9 @@
 """Running statistics of observations and rewards."""
 
+import itertools
 import threading
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ import monobeast
 import polybeast
 from tests import envs
 from tests.programs import main, read_logs
+from tests.test_agent import batches as acted_batches
 from tests.test_agent import collect, make_actor, parse
 from torchbeast import checkpoint, environment, ranks
 from torchbeast.normalization import (
@@ -200,6 +203,36 @@ def test_what_acted_on_a_batch_learns_from_it_by_the_same_statistics():
     torch.testing.assert_close(outputs["policy_logits"][:-1], batch["policy_logits"])
     actor.agent.learn(batch)
     assert actor.agent.net.encoder.statistics[0].count == batch["done"][1:].numel()
+
+
+class Echo(gymnasium.Env):
+    """Shows one number and then three zeros; acts on nothing."""
+
+    observation_space = spaces.Box(-1, 1, (1,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.uniform(-1, 1, 1).astype(np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.zeros(1, np.float32), 0.0, self.t == 3, False, {}
+
+
+@pytest.mark.parametrize("T", [2, 5, 8])
+@pytest.mark.parametrize("one_episode", [[], ["--one_episode_rollouts"]])
+def test_each_observation_of_an_episode_is_taken_in_once(one_episode, T):
+    flags = parse(*OBSERVATIONS, *one_episode, "--unroll_length", T)
+    env = environment.Environment([Echo() for _ in range(4)])
+    agent = polybeast.Agent(flags, env.observation_space, env.action_space)
+    acted = acted_batches(*make_actor(flags, env, agent=agent))
+    for batch in itertools.islice(acted, 100):
+        agent.update_statistics(batch)
+    (statistics,) = agent.net.encoder.statistics
+    # A quarter of all are first ones, of variance 1 / 3, and the others are 0.
+    assert statistics.variance.item() == pytest.approx(1 / 12, rel=0.2)
 
 
 def test_they_are_published_to_actors_and_in_checkpoints():

@@ -152,6 +152,13 @@ def real(batch):
     return (batch.get("mask", torch.ones_like(done)) & ~left)[1:]
 
 
+def new(batch):
+    """Returns which of the steps 0 to T are real, and in no other rollout, [T + 1, B]
+    bool: steps 1 to T, and of rollouts of one episode the step 0 that begins it."""
+    first = batch["done"][:1] if "mask" in batch else batch["done"][:1] & False
+    return torch.cat([first, real(batch)])
+
+
 def pad(buffers, index, t):
     """Ends a rollout with step t: repeats it to the rollout's end, and writes the mask.
     The rollout is that of this index in a nest of arrays [T + 1, num_buffers, ...],
