@@ -23,31 +23,32 @@ from gymnasium import spaces
 from torch import nn
 
 import polybeast
-from torchbeast import encoders, ranks, replay
+from torchbeast import encoders, ranks, replay, targets
 from torchbeast.checkpoint import load_weights
 from torchbeast.encoders import initialize, mlp
 from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.process import BadInput
-from torchbeast.targets import n_step_returns, rescale, unscale
 
-ETA = 0.9  # A rollout's priority: its largest error, and the rest its mean error.
+TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
 PRESETS = {
-    # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py).
+    # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py), smaller.
     "r2d2": dict(
-        net="nature", terminal_on_life_loss=False, unroll_length=80, burn_in=40,
-        n_step=5, discounting=0.997, value_rescaling=True, target_interval=2500,
-        exploration=(0.001, 0.1), exploration_steps=250_000, replay_size=1_000_000,
-        replay_start=50_000, replay_ratio=1.0, priority_exponent=0.9,
-        importance_exponent=0.6, learning_rate=1e-4, grad_norm_clipping=80.0,
+        net="shallow", terminal_on_life_loss=False, unroll_length=20, burn_in=10,
+        n_step=5, value_rescaling=True, exploration=(0.0005, 0.1),
+        exploration_steps=100_000, target_interval=4000, replay_size=300_000,
+        replay_start=10_000, replay_ratio=4.0, replay_batch_size=8, epsilon=1e-5,
+        priority_exponent=0.9, importance_exponent=(0.6, 0.6), learning_rate=2.5e-4,
+        grad_norm_clipping=80.0,
     ),
-    # Rlpyt's "ernbw" (atari_dqn.py beside it).
+    # Rlpyt's "ernbw" (atari_dqn.py beside it), smaller.
     "dqn": dict(
-        net="nature", use_lstm=False, reward_clipping="abs_one", target_interval=312,
-        exploration=(0.01, 0.01), exploration_steps=1_000_000, replay_size=1_000_000,
-        replay_start=50_000, replay_batch_size=128, importance_steps=50_000_000,
-        learning_rate=6.25e-5, epsilon=7.8e-5, grad_norm_clipping=10.0,
+        net="shallow", use_lstm=False, reward_clipping="abs_one", target_interval=4000,
+        exploration=(0.01, 0.01), exploration_steps=100_000, replay_size=300_000,
+        replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
+        importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
+        grad_norm_clipping=10.0,
     ),
 }  # fmt: skip
 
@@ -76,8 +77,8 @@ def parser():
                    help="rewards in a target, if its rollout is as long (default: 3)")
     g.add_argument("--value_rescaling", action=argparse.BooleanOptionalAction,
                    default=False, help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000")
-    g.add_argument("--target_interval", type=number(int, 1), default=200, metavar="N",
-                   help="gradient steps between copies of the network to the target "
+    g.add_argument("--target_interval", type=number(int, 1), default=1600, metavar="N",
+                   help="agent steps between copies of the network to the target "
                    "network (default: %(default)s)")
     g.add_argument("--burn_in", type=number(int, 0, 10_000), default=10, metavar="K",
                    help="steps before a rollout on which the LSTM's state is brought "
@@ -110,8 +111,9 @@ class Net(polybeast.Net):
     def make_heads(self, num_features):
         self.value = mlp(num_features, num_features, 1)
         self.advantage = mlp(num_features, num_features, self.distribution.num_params)
-        initialize(self.value)
-        initialize(self.advantage)
+        for head in (self.value, self.advantage):
+            initialize(head)
+            initialize(head[-1], gain=0.01)  # Values are about 0 at first.
 
     def heads(self, x):
         advantage = self.advantage(x)
@@ -144,15 +146,20 @@ class Agent(polybeast.Agent):
         """core_state: the network's; each episode's share of random actions [1, B]."""
         core_state, share = core_state
         outputs, core_state = self.net(step, core_state)
-        action = outputs["q"].argmax(-1)
-        if not greedy:
-            low, high = np.log(np.clip(self.flags.exploration, 1e-9, 1))
-            drawn = (low + (high - low) * torch.rand_like(share)).exp()
-            share = torch.where(step["done"], drawn, share)
-            probability = share + (1 - share) * self.net.exploration
-            random = torch.randint_like(action, outputs["q"].shape[-1])
-            action = torch.where(torch.rand_like(share) < probability, random, action)
-        return {"action": action}, (core_state, share)
+        if greedy:
+            return {"action": outputs["q"].argmax(-1)}, (core_state, share)
+        low, high = np.log(np.clip(self.flags.exploration, 1e-9, 1))
+        drawn = (low + (high - low) * torch.rand_like(share)).exp()
+        share = torch.where(step["done"], drawn, share)
+        random = share + (1 - share) * self.net.exploration
+        return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
+
+    @torch.inference_mode()
+    def act_in_test(self, step, core_state):
+        core_state, share = core_state
+        outputs, core_state = self.net(step, core_state)
+        random = torch.full_like(share, TEST_EPSILON)
+        return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
 
     # Learning.
 
@@ -163,15 +170,15 @@ class Agent(polybeast.Agent):
         self.target_net.to(device, memory_format=torch.channels_last)
         self.target_net.load_state_dict(self.net.state_dict())
         self.gradient_steps, T = 0, flags.unroll_length
+        self.num_learned = flags.replay_batch_size * (T if flags.use_lstm else 1)
+        self.copy_interval = targets.copy_interval(flags, self.num_learned)
         window = min(flags.n_step, T) + 1
         size = (1, self.burn_in + T + 1) if flags.use_lstm else (T, window)
         self.replay, self.credit = replay.make(flags, *size, device)
 
     def make_optimizer(self):
-        flags = self.flags
-        return torch.optim.Adam(
-            self.net.parameters(), flags.learning_rate, eps=flags.epsilon, fused=True
-        )
+        rate, epsilon = self.flags.learning_rate, self.flags.epsilon
+        return torch.optim.Adam(self.net.parameters(), rate, eps=epsilon, fused=True)
 
     def learn(self, batch):
         """Takes a batch [K + T + 1, B, ...] into the replay and makes the gradient
@@ -186,15 +193,14 @@ class Agent(polybeast.Agent):
             errors, real, _ = self.td_errors(batch)
         self.replay.set_priorities(items, self.priorities(errors, real))
         T = flags.unroll_length
-        num = flags.replay_batch_size * (T if flags.use_lstm else 1)
-        steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
+        due = self.credit.updates(batch, T, self.num_learned)
+        steps = [self.gradient_step() for _ in due]
         self.step += T * flags.batch_size
         self.updates += 1
         left = max(0, 1 - self.step / max(1, flags.exploration_steps))
         self.net.exploration.fill_(left)
-        ratio, size = self.credit.measured, self.replay.size * T
-        logged = dict(replay_size=size, replay_ratio=ratio, exploration=left)
-        return {**means(steps), **logged}
+        logged = dict(replay_size=self.replay.size * T, exploration=left)
+        return {**means(steps), **logged, "replay_ratio": self.credit.measured}
 
     def gradient_step(self):
         flags = self.flags
@@ -221,7 +227,7 @@ class Agent(polybeast.Agent):
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
         self.replay.set_priorities(items, self.priorities(errors, real))
         self.gradient_steps += 1
-        if self.gradient_steps % flags.target_interval == 0:
+        if self.gradient_steps % self.copy_interval == 0:
             self.target_net.load_state_dict(self.net.state_dict())
         age = self.replay.age(items) * flags.unroll_length
         return {**statistics, "grad_norm": grad_norm, "replay_age": age}
@@ -235,7 +241,7 @@ class Agent(polybeast.Agent):
         flags, K, n = self.flags, self.burn_in, self.flags.n_step
         rewards, real = self.rewards(batch)[K:], ~batch["done"][K + 1 :]
         discounts = flags.discounting * (~batch["terminated"][K + 1 :]).float()
-        returns, discounts, ends = n_step_returns(rewards, discounts, real, n)
+        returns, discounts, ends = targets.n_step_returns(rewards, discounts, real, n)
         action = batch["action"][K:]
         read = ("observation", "reward", "done", "last_action")  # By the network.
         steps = {name: batch[name] for name in read}
@@ -254,7 +260,7 @@ class Agent(polybeast.Agent):
             following = self.target_values(q, steps, core_state).gather(0, ends)
             q = q[:-1]
         if flags.value_rescaling:
-            target = rescale(returns + discounts * unscale(following))
+            target = targets.rescale(returns + discounts * targets.unscale(following))
         else:
             target = returns + discounts * following
         q = q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -279,14 +285,8 @@ class Agent(polybeast.Agent):
         return outputs["q"]
 
     def priorities(self, errors, real):
-        """Returns the priorities of samples, an array: of rollouts [B] if there is an
-        LSTM, else [T, B]. Those without a real transition have 0."""
-        errors = errors.abs().nan_to_num().clamp(max=1e30).double()  # The loss tells.
-        if self.flags.use_lstm:
-            mean = errors.sum(0) / real.sum(0).clamp(min=1)
-            errors, real = ETA * errors.max(0).values + (1 - ETA) * mean, real.any(0)
-        priorities = (errors + 1e-6) ** self.flags.priority_exponent
-        return torch.where(real, priorities, 0).cpu().numpy()
+        exponent, of_rollouts = self.flags.priority_exponent, self.flags.use_lstm
+        return targets.priorities(errors, real, exponent, of_rollouts)
 
     def state_dict(self):
         target, steps = self.target_net.state_dict(), self.gradient_steps

@@ -28,7 +28,7 @@ from tests.test_agent import batches, make_actor
 from torchbeast import environment, replay
 from torchbeast.environment import map_structure
 from torchbeast.flags import parse_args
-from torchbeast.process import BadInput
+from torchbeast.process import BadInput, log
 from torchbeast.targets import n_step_returns, rescale, unscale
 
 T, B, K = 7, 4, 3
@@ -207,8 +207,18 @@ def test_no_gradient_comes_from_the_burn_in():
 # Learning.
 
 
+@pytest.mark.parametrize("args", [[], DQN])
+def test_values_are_near_0_at_first(args):
+    space = spaces.Box(-1, 1, (200,), np.float32)
+    agent = r2d2.Agent(parse(*args), space, spaces.Discrete(3))
+    step, state = shares_of(agent, envs=64)
+    outputs, _ = agent.net({**step, "observation": torch.rand(1, 64, 200)}, state[0])
+    assert 0 < outputs["q"].abs().max() < 0.5
+
+
 def test_a_learner_learns_as_often_as_the_ratio_says_and_copies_its_target():
-    agent, acted = make_agent("--replay_ratio", 2, "--target_interval", 3)
+    # Rollouts of 7 steps, 6 in a gradient step: one for each 21 steps, a copy for 63.
+    agent, acted = make_agent("--replay_ratio", 2, "--target_interval", 63)
     steps = 0
     for i in range(1, 9):
         before = copy.deepcopy(agent.target_net.state_dict())
@@ -316,8 +326,8 @@ def test_a_checkpoint_has_the_target_network_too():
         other.load_state_dict(saved)
 
 
-def test_the_correction_for_priorities_rises_to_1():
-    flags = parse("--importance_exponent", 0.4, "--importance_steps", 100)
+def test_the_correction_for_priorities_rises_to_its_last_value_over_the_run():
+    flags = parse("--importance_exponent", 0.4, 1, "--total_steps", 100)
     for step, expected in ((0, 0.4), (50, 0.7), (100, 1), (500, 1)):
         assert replay.importance_exponent(flags, step) == pytest.approx(expected)
 
@@ -388,6 +398,40 @@ def test_a_replay_smaller_than_its_start_is_one_line(tmp_path):
 def test_presets_have_flags_that_are_there(preset):
     flags = vars(parse("--preset", preset))
     assert r2d2.PRESETS[preset].keys() <= flags.keys()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[], DQN, *(["--preset", name] for name in r2d2.PRESETS)],
+    ids=["r2d2", "dqn", *(f"preset {name}" for name in r2d2.PRESETS)],
+)
+def test_a_run_of_the_default_length_makes_many_gradient_steps_and_copies(args):
+    """By the real flags and the real Credit, without the gradient steps."""
+    flags = parse_args(monobeast.program_parser("r2d2"), args)
+    monobeast.set_defaults(flags)
+    env = environment.Environment([envs.Memory()])
+    agent = r2d2.Agent(flags, env.observation_space, env.action_space)
+    agent.start_learning(CPU)
+    agent.credit.ring = type("Ring", (), {"drawable": True})
+    T, B = flags.unroll_length, 1000  # Fewer and larger batches, to be quick.
+    batch = {"done": torch.zeros(T + 1, B, dtype=torch.bool)}
+    num = sum(
+        len(list(agent.credit.updates(batch, T, agent.num_learned)))
+        for _ in range(flags.total_steps // (T * B))
+    )
+    assert num > 50_000 and num // agent.copy_interval > 1000
+
+
+@pytest.mark.parametrize(("steps", "says"), [(170_000, False), (150_000, True)])
+def test_a_run_with_few_copies_says_so_in_a_line(steps, says, monkeypatch):
+    lines = []
+    monkeypatch.setattr(log, "warning", lines.append)
+    args = ["--total_steps", steps, "--replay_start", 1000, "--target_interval", 1600]
+    make_agent(*DQN, *args)
+    expected = [
+        line for line in lines if "the target network is copied 93 times" in line
+    ]
+    assert len(lines) == len(expected) == says
 
 
 @pytest.mark.parametrize("args", [[], DQN])

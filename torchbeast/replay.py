@@ -47,20 +47,17 @@ def add_priority_flags(group):
     group.add_argument("--priority_exponent", type=number(float, 0, 10), default=0.6,
                        metavar="ALPHA", help="samples are drawn in proportion to their "
                        "error to this power (default: %(default)s)")
-    group.add_argument("--importance_exponent", type=number(float, 0, 1), default=0.4,
-                       metavar="BETA", help="their loss is divided by their "
-                       "probability to this power (default: %(default)s)")
-    group.add_argument("--importance_steps", type=number(int, 0), default=0,
-                       metavar="N", help="agent steps over which BETA rises to 1 "
-                       "(default: never)")
+    group.add_argument("--importance_exponent", nargs=2, type=number(float, 0, 1),
+                       default=(0.4, 0.4), metavar=("FIRST", "LAST"),
+                       help="their loss is divided by their probability to this power, "
+                       "at the first and at the last of --total_steps (default: 0.4 "
+                       "0.4)")
     # fmt: on
 
 
 def importance_exponent(flags, step):
-    beta = flags.importance_exponent
-    if flags.importance_steps == 0:
-        return beta
-    return beta + (1 - beta) * min(1, step / flags.importance_steps)
+    first, last = flags.importance_exponent
+    return first + (last - first) * min(1, step / flags.total_steps)
 
 
 def make(flags, num_starts, num_steps, device):

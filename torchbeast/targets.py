@@ -1,6 +1,20 @@
-"""Targets of Q-values."""
+"""What Q-learning does with values: actions, targets, priorities."""
 
 import torch
+
+from torchbeast.process import log
+
+MIN_COPIES = 100
+ETA = 0.9  # A rollout's priority: its largest error, and the rest its mean error.
+
+
+def epsilon_greedy(q, epsilon):
+    """Returns {"action": [T, B]}: random ones with probability epsilon [T, B], else
+    those of the largest values q [T, B, A]."""
+    action = q.argmax(-1)
+    random = torch.randint_like(action, q.shape[-1])
+    action = torch.where(torch.rand_like(epsilon) < epsilon, random, action)
+    return {"action": action}
 
 
 def n_step_returns(rewards, discounts, real, n):
@@ -40,3 +54,29 @@ def unscale(x, epsilon=1e-3):
     root = (1 + 4 * epsilon * (x.abs() + 1 + epsilon)).sqrt()
     part = 2 * x / (root + 1 + 2 * epsilon)
     return part * (part.abs() + 2)
+
+
+def copy_interval(flags, num_learned):
+    """Returns --target_interval in gradient steps, of which each learns from
+    num_learned steps. Says so if the run copies its network to the target network only
+    a few times: each copy carries values back by n steps alone."""
+    rate = flags.replay_ratio / num_learned  # Gradient steps of an agent step.
+    interval = max(1, round(flags.target_interval * rate))
+    num = int(max(0, flags.total_steps - flags.replay_start) * rate) // interval
+    if num < MIN_COPIES:
+        log.warning(
+            f"the target network is copied {num} times in {flags.total_steps:,} steps, "
+            f"expected {MIN_COPIES} or more: use a smaller --target_interval or "
+            "--replay_batch_size, a larger --replay_ratio, or more --total_steps"
+        )
+    return interval
+
+
+def priorities(errors, real, exponent, of_rollouts):
+    """Returns the priorities of samples with these errors [T, B], an array: of rollouts
+    [B] or, if each step is one, [T, B]. Those without a real transition have 0."""
+    errors = errors.abs().nan_to_num().clamp(max=1e30).double()  # The loss tells.
+    if of_rollouts:
+        mean = errors.sum(0) / real.sum(0).clamp(min=1)
+        errors, real = ETA * errors.max(0).values + (1 - ETA) * mean, real.any(0)
+    return torch.where(real, (errors + 1e-6) ** exponent, 0).cpu().numpy()
