@@ -232,6 +232,10 @@ class Agent:
         action = choose(logits)
         return {"action": action, "policy_logits": logits}, core_state
 
+    def act_in_test(self, step, core_state):
+        """As act(), where the agent is judged: in --mode test and for eval_return."""
+        return self.act(step, core_state)
+
     def unroll(self, step, core_state):
         """Calls the net for steps [T, B, ...]. Returns (its outputs, core_state)."""
         if self.normalized_rewards is None:

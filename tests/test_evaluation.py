@@ -1,4 +1,4 @@
-"""Greedy episodes beside training."""
+"""Episodes beside training."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from torchbeast.process import log
 CATCH = "tests.envs:torchbeast/Catch-v0"
 
 
-def make(create_env=polybeast_env.create_env, env=CATCH):
+def make(create_env=polybeast_env.create_env, env=CATCH, args=()):
     """(flags, agent, Evaluator)"""
     flags = monobeast.program_parser().parse_args(
         ["--env", env, "--eval_interval_steps", "100", "--num_test_episodes", "3",
-         "--seed", "1", "--precision", "float32"]
+         "--seed", "1", "--precision", "float32", *args]
     )  # fmt: skip
     agent = make_agent(flags, probe(polybeast_env.create_env, flags, 1)[0])
     return flags, agent, Evaluator(create_env, flags, step=0)
@@ -47,8 +47,8 @@ def result_of(evaluator):
     return results[-1]
 
 
-def test_the_weights_that_were_offered_play_greedily():
-    _, agent, evaluator = make()
+def test_the_weights_that_were_offered_play():
+    _, agent, evaluator = make(args=["--greedy"])
     try:
         with torch.no_grad():
             for step, action in ((100, 0), (200, 2)):
@@ -57,6 +57,21 @@ def test_the_weights_that_were_offered_play_greedily():
                 agent.net.policy.bias[action] = 1  # Least of it is chance.
                 evaluator.offer(step, agent.net)
                 assert result_of(evaluator) in (-1, -1 / 3, 1 / 3, 1)
+    finally:
+        evaluator.close()
+
+
+@pytest.mark.parametrize("args", [[], ["--sample_actions"], ["--greedy"]])
+def test_a_policy_is_sampled_unless_greedy_actions_are_asked_for(args):
+    env = "tests.envs:torchbeast/Memory-v0"
+    _, agent, evaluator = make(env=env, args=["--num_test_episodes", "60", *args])
+    try:
+        with torch.no_grad():
+            agent.net.policy.weight.zero_()
+            # Action 0 waits for the question, and is right half the time; 1 loses.
+            agent.net.policy.bias[:] = torch.tensor([0.01, 0])
+        evaluator.offer(100, agent.net)
+        assert (result_of(evaluator) > -0.6) == (args == ["--greedy"])
     finally:
         evaluator.close()
 
@@ -138,6 +153,6 @@ def test_runs_log_it_and_leave_no_process(module, tmp_path):
     assert result.returncode == 0, result.stderr
     rows = [row for row in read_logs(tmp_path / "x") if row["eval_return"]]
     assert rows and all(-1 <= float(row["eval_return"]) <= 1 for row in rows)
-    assert "2 greedy episodes, mean return" in result.stderr + result.stdout
+    assert "2 episodes, mean return" in result.stderr + result.stdout
     left = psutil.Process().children(recursive=True)
     assert not [p for p in left if "spawn_main" in " ".join(p.cmdline())]

@@ -369,6 +369,16 @@ def test_random_actions_are_as_many_as_the_schedule_says(left):
     assert others == pytest.approx((0.2 + 0.8 * left) / 2, abs=0.03)  # Of 2 actions.
 
 
+def test_tests_have_a_few_random_actions_however_many_training_has(monkeypatch):
+    agent, _ = make_agent()
+    step, state = shares_of(agent, envs=20_000)
+    best = agent.act(step, state, greedy=True)[0]["action"]
+    for epsilon in (r2d2.TEST_EPSILON, 0.5):
+        monkeypatch.setattr(r2d2, "TEST_EPSILON", epsilon)
+        others = (agent.act_in_test(step, state)[0]["action"] != best).float().mean()
+        assert others == pytest.approx(epsilon / 2, abs=0.02) and others > 0
+
+
 def test_exploration_falls_with_the_steps():
     agent, acted = make_agent("--exploration_steps", 4 * B * T)
     for i in range(1, 6):

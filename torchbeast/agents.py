@@ -74,14 +74,22 @@ class Policies:
         }
 
     def act(self, step, core_state, greedy=False):
+        acts = {name: agent.act for name, agent in self.agents.items()}
+        return self._act(acts, step, core_state, greedy)
+
+    def act_in_test(self, step, core_state):
+        acts = {name: agent.act_in_test for name, agent in self.agents.items()}
+        return self._act(acts, step, core_state)
+
+    def _act(self, acts, step, core_state, *args):
         actions, core_states = [], {}
-        for name, agent in self.agents.items():
+        for name, act in acts.items():
 
             def rows(x, part=self.slices[name]):
                 return x.unflatten(1, (-1, self.num_agents))[:, :, part].flatten(1, 2)
 
-            outputs, core_states[name] = agent.act(
-                map_structure(rows, step), core_state[name], greedy
+            outputs, core_states[name] = act(
+                map_structure(rows, step), core_state[name], *args
             )
             E = step["reward"].shape[1] // self.num_agents
             actions.append(

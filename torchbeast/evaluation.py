@@ -1,4 +1,4 @@
-"""Greedy episodes beside training: --eval_interval_steps.
+"""Episodes beside training, as the agent is judged: --eval_interval_steps.
 
 A process of its own, at the lowest priority, plays them with the weights it was sent
 last. Training never waits for it: while it plays, no weights are sent.
@@ -88,7 +88,7 @@ class Evaluator:
         self._idle = True
         mean = float(np.mean(result))
         log.info(
-            "step %s: %d greedy episodes, mean return %.2f",
+            "step %s: %d episodes, mean return %.2f",
             f"{self._step:,}",
             len(result),
             mean,
@@ -131,7 +131,7 @@ def _evaluate(create_env, flags, connection):
             arrived.wait()
             arrived.clear()
             agent.net.load_state_dict(from_bytes(newest[0])["weights"])
-            policy = play.Policy(agent, env, greedy=True)
+            policy = play.Policy(agent, env, flags.test_actions)
             returns = [x for x, _ in play.episodes(flags, env, policy)]
             connection.send(returns)
     except BaseException:  # sys.exit() in an environment, too.

@@ -201,9 +201,8 @@ def run_parser() -> argparse.ArgumentParser:
                    help="steps between lines of logs.csv (default: %(default)s)")
 
     g.add_argument("--eval_interval_steps", type=number(int, 1), metavar="N",
-                   help="play --num_test_episodes with the most probable actions "
-                   "beside training, each N steps: eval_return in logs.csv "
-                   "(default: never)")
+                   help="play --num_test_episodes beside training, each N steps: "
+                   "eval_return in logs.csv (default: never)")
 
     g = p.add_argument_group("training")
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
@@ -235,8 +234,13 @@ def run_parser() -> argparse.ArgumentParser:
                    "model.tar)")
     g.add_argument("--num_test_episodes", type=number(int, 1), default=10, metavar="N",
                    help="whole games to play (default: %(default)s)")
-    g.add_argument("--sample_actions", action="store_true",
-                   help="sample from the policy (default: its most probable action)")
+    g.add_argument("--greedy", dest="test_actions", action="store_const",
+                   const="greedy", help="take the most probable action, or the most "
+                   "valuable, here and for eval_return (default: policies sample, and "
+                   "Q-learning takes a random one with probability 0.001)")
+    g.add_argument("--sample_actions", dest="test_actions", action="store_const",
+                   const="sampled", help="act as in training, with all that explores, "
+                   "here and for eval_return")
     g.add_argument("--video", metavar="FILE.mp4", type=path,
                    help="record the first episode")
     # fmt: on

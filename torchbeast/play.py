@@ -1,6 +1,7 @@
 """A trained agent plays: --mode test and --mode test_render of every program."""
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ def test(flags, create_env):
     agent.net.eval()
     checkpoint.load_agent_state(agent, saved, path)
     print(f"{path}: step {saved['step']}", flush=True)
-    policy = Policy(agent, env, greedy=not flags.sample_actions)
+    policy = Policy(agent, env, flags.test_actions)
     returns, lengths = [], []
     try:
         for episode_return, length in episodes(flags, env, policy):
@@ -46,17 +47,23 @@ def test(flags, create_env):
 
 
 class Policy:
-    """An agent as a function from an environment's steps to actions."""
+    """An agent as a function from an environment's steps to actions.
 
-    def __init__(self, agent, env, greedy):
-        self.agent = agent
-        self.greedy = greedy
+    actions: "greedy"; "sampled", as in training; or None, as the agent is judged
+    """
+
+    def __init__(self, agent, env, actions=None):
+        self.act = {
+            None: agent.act_in_test,
+            "sampled": agent.act,
+            "greedy": functools.partial(agent.act, greedy=True),
+        }[actions]
         self.core_state = agent.initial_state(env.num_envs)
 
     def __call__(self, step):
         # The agent itself forgets core_state where an episode begins.
         step = map_structure(lambda x: torch.as_tensor(x)[None], step)
-        outputs, self.core_state = self.agent.act(step, self.core_state, self.greedy)
+        outputs, self.core_state = self.act(step, self.core_state)
         return map_structure(lambda x: x[0].numpy(), outputs["action"])
 
 
@@ -116,7 +123,7 @@ def report(flags, path, trained_steps, returns, lengths, metrics):
         "checkpoint": path.name,
         "env": flags.env,
         "step": trained_steps,
-        "actions": "sampled" if flags.sample_actions else "greedy",
+        "actions": flags.test_actions or "default",
         "seed": flags.seed,
         "mean_return": float(mean),
         "standard_error": float(error),

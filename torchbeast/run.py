@@ -47,7 +47,7 @@ COLUMNS = {
     "episode_step": "mean length of these episodes in agent steps",
     "training_episode_return": "mean return of the training episodes that ended; on "
     "Atari each life is one",
-    "eval_return": "mean return of greedy episodes (--eval_interval_steps)",
+    "eval_return": "mean return of episodes beside training (--eval_interval_steps)",
     "padding": "share of steps in batches that are none (--one_episode_rollouts); "
     "step and sps count them",
     "policy_lag": "updates between the weights a rollout began with and those it is "
@@ -324,7 +324,7 @@ class Run:
             self.display.update()
 
     def add_evaluation(self, mean_return):
-        """Logs the mean return of greedy episodes."""
+        """Logs the mean return of episodes beside training."""
         self._add("eval_return", mean_return)
 
     def _add(self, name, x, num=1):
