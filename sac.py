@@ -87,6 +87,8 @@ class Actor(nn.Module):
         self.layers = mlp(encoder.out_features, HIDDEN, HIDDEN)
         self.policy = PolicyHead(HIDDEN, distribution, state_dependent_std=True)
         self.register_buffer("log_stds", distribution.log_stds, persistent=False)
+        # Whether actions are uniform; whoever acts gets it with the weights.
+        self.register_buffer("uniform", torch.tensor(True))
 
     def forward(self, observation):
         params = self.policy(self.layers(self.encoder(observation)).relu())
@@ -120,6 +122,7 @@ class Agent(polybeast.Agent):
         super().__init__(flags, observation_space, action_space)
         self.observation_space = observation_space
         self.distribution = self.net.distribution
+        self.net.uniform.fill_(flags.replay_start > 0)
 
     def make_encoder(self, observation_space):
         bfloat16 = self.flags.precision == "bfloat16"
@@ -134,9 +137,14 @@ class Agent(polybeast.Agent):
 
     @torch.inference_mode()
     def act(self, step, core_state, greedy=False):
-        observation = map_structure(lambda x: x[0], step["observation"])
-        choose = self.distribution.mode if greedy else self.distribution.sample
-        action = self.distribution.to_action(choose(self.net(observation)))
+        params = self.net(map_structure(lambda x: x[0], step["observation"]))
+        if greedy:
+            x = self.distribution.mode(params)
+        else:
+            x, uniform = self.distribution.sample(params), self.net.uniform
+            first = self.distribution.uniform(params)  # Of the first steps.
+            x = map_structure(lambda a, b: torch.where(uniform, a, b), first, x)
+        action = self.distribution.to_action(x)
         return {"action": map_structure(lambda x: x[None], action)}, core_state
 
     # Learning.
@@ -181,6 +189,7 @@ class Agent(polybeast.Agent):
         steps = [self.gradient_step() for _ in updates]
         self.step += T * flags.batch_size
         self.updates += 1
+        self.net.uniform.fill_(self.step < flags.replay_start)
         return {
             **means(steps),
             "replay_size": self.replay.size * T,

@@ -162,6 +162,25 @@ def test_actions_are_in_their_bounds_and_greedy_ones_always_the_same():
     )
 
 
+def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys():
+    agent, acted = make_agent("--replay_start", 3 * B * T)
+    agent.net.policy.bias.data[agent.distribution.log_stds] = -5  # A narrow policy.
+    step = {"observation": torch.rand(1, 10_000, 1)}
+    for i in range(5):
+        action, _ = agent.act(step, ())
+        numbers = agent.distribution.features(action["action"]).flatten(0, 1)  # [N, 6]
+        if i < 3:  # From -1 to 1.
+            expected = torch.full((6,), 3**-0.5)
+            torch.testing.assert_close(numbers.std(0), expected, atol=0.01, rtol=0)
+            assert (numbers.mean(0).abs() < 0.03).all()
+            assert (numbers.abs().max(0).values > 0.999).all()
+        else:
+            assert (numbers.std(0) < 0.5).all()
+        first, second = (agent.act(step, (), greedy=True)[0]["action"] for _ in "12")
+        assert torch.equal(first["a"], second["a"])
+        agent.learn(next(acted))
+
+
 def test_target_critics_follow_slowly():
     agent, acted = make_agent("--target_rate", 0.1)
     before = copy.deepcopy(list(agent.target_critics.parameters()))

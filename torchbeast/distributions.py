@@ -280,6 +280,11 @@ class SquashedGaussian(Gaussian):
         super().__init__(low.shape, low, high)
         self._has_units = False  # Of x.
 
+    def uniform(self, params):
+        """Draws x for each of params, such that actions are uniform in their bounds."""
+        u = 2 * torch.rand_like(params.chunk(2, -1)[0]) - 1
+        return self._shaped(torch.atanh(u.clamp(-0.999999, 0.999999)))
+
     def to_action(self, x):
         middle, scale = self.units(x)
         return self._shaped(middle + scale * torch.tanh(flat(x, self.shape)))
@@ -328,6 +333,9 @@ class Product(Distribution):
 
     def mode(self, params):
         return self._nest(p.mode(x) for p, x in self._split(params))
+
+    def uniform(self, params):
+        return self._nest(p.uniform(x) for p, x in self._split(params))
 
     def log_prob(self, params, x):
         split = self._split(params)
