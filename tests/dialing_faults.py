@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.faults import Link, end
+from tests.faults import CALM, Link, end
 from tests.programs import hosts, wait_for_steps
 from tests.test_dialing import connect, dial, here, listen
 
@@ -49,8 +49,8 @@ def test_a_half_open_connection_is_given_up_by_both_sides(savedir):
     ):
         wait_for_steps(savedir, 1000)
         proxy.cut.set()  # Both sides' connections stay open.
-        learner.wait_for(GONE, timeout_s=60)
-        host.wait_for("no stream, dials again: ", timeout_s=60)
+        learner.wait_for(GONE)
+        host.wait_for("no stream, dials again: ")
         proxy.cut.clear()
         learner.wait_for(BACK)
         wait_for_steps(savedir, 1000)
@@ -68,9 +68,9 @@ def test_a_stream_outlives_a_long_step_and_not_a_host_that_vanishes_in_one(saved
         host.wait_for("sleeps for an hour")
         with pytest.raises(AssertionError, match="no '.* 0 streams.*' within"):
             # Pings go to and fro meanwhile.
-            learner.wait_for(GONE, timeout_s=60)
+            learner.wait_for(GONE, timeout_s=45)
         host.signal_all(signal.SIGSTOP)
-        learner.wait_for(GONE, timeout_s=60)
+        learner.wait_for(GONE)
         host.signal_all(signal.SIGCONT)
         end(learner, savedir)
 
@@ -94,19 +94,19 @@ def test_a_host_stuck_in_its_environment_is_restarted_after_the_time_out(savedir
 def test_a_host_that_stops_for_40_s_costs_its_rollouts_and_comes_back(savedir):
     address = here()
     with (
-        listen(savedir, address) as learner,
-        dial(address) as host,
-        dial(address) as other,
+        listen(savedir, address, env=CALM) as learner,
+        dial(address, env=CALM) as host,
+        dial(address, env=CALM) as other,
     ):
         learner.wait_for("host 127.0.0.1: 2 streams")
-        wait_for_steps(savedir, 1000)
+        wait_for_steps(savedir, 400)
         [pid] = host.workers()
         os.kill(pid, signal.SIGSTOP)
-        wait_for_steps(savedir, 1000)  # The other one goes on.
-        learner.wait_for("host 127.0.0.1: 1 streams, 2 before", timeout_s=60)
+        wait_for_steps(savedir, 400)  # The other one goes on.
+        learner.wait_for("host 127.0.0.1: 1 streams, 2 before")
         os.kill(pid, signal.SIGCONT)
         learner.wait_for("host 127.0.0.1: 2 streams, 1 before")
-        wait_for_steps(savedir, 1000)
+        wait_for_steps(savedir, 400)
         assert end(learner, savedir) == 2
         assert "dials again: the learner ended" not in other.output
 
@@ -121,7 +121,7 @@ def test_a_host_that_vanishes_without_a_word_comes_back(savedir):
     ):
         wait_for_steps(savedir, 1000)
         one.cut_off(host)
-        learner.wait_for(f"host {one.ip}: 0 streams, 1 before", timeout_s=60)
+        learner.wait_for(f"host {one.ip}: 0 streams, 1 before")
         one.restore(host)
         learner.wait_for(f"host {one.ip}: 1 streams, 0 before")
         wait_for_steps(savedir, 1000)

@@ -190,9 +190,9 @@ class Program:
         """Waits for the end. Returns the exit code; all output is in .output. Asserts
         that nothing is left behind."""
         code = self.process.wait(timeout_s)
-        while (line := self._lines.get(timeout=10)) is not None:
+        while (line := self._lines.get(timeout=TIMEOUT_S)) is not None:
             self.output += line
-        deadline = time.monotonic() + 10  # Orphans need a moment to notice.
+        deadline = time.monotonic() + 60  # Orphans need a moment to notice.
         while (left := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"processes left behind: {[cmdline(p) for p in left]}"
@@ -245,7 +245,7 @@ def load(savedir, name="x"):
     return torch.load(savedir / name / "model.tar", weights_only=True)
 
 
-def wait_for_steps(savedir, n, timeout_s=120, name="x"):
+def wait_for_steps(savedir, n, timeout_s=TIMEOUT_S, name="x"):
     """Until a run has made n steps from now."""
     deadline = time.monotonic() + timeout_s
     until = step(savedir, name) + n

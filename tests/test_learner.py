@@ -139,10 +139,7 @@ def test_forward_is_called_for_one_slice_after_the_other_and_once_for_each(
 
         agent.net.forward = count
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)  # More cores do not make more calls.
     learn(prepare=prepare)
-    torch.set_num_threads(before)
     assert calls == [(T + 1, 2)] * 3
 
 
