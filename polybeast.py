@@ -311,7 +311,7 @@ class Agent:
         # to is in step t + 1. Nothing did lead from a last observation to a first one.
         logits, actions = outputs["policy_logits"][:-1], batch["action"]
         log_prob = self.distribution.log_prob
-        losses = vtrace.compute_losses_from_log_probs(
+        losses = vtrace.compute_losses(
             behavior_log_probs=log_prob(batch["policy_logits"], actions),
             target_log_probs=log_prob(logits, actions),
             target_entropies=self.distribution.entropy(logits),

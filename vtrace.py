@@ -9,10 +9,10 @@ number of actions. Index s is about the action taken on observation x_s: rewards
 discounts[s] belong to the transition from x_s to x_{s+1}, and x_T is the observation
 that bootstrap_value is the value of.
 
-An action is one integer, [T, B] with logits [T, B, A], or D of them, [T, B, D] with
-logits [T, B, D, A]: then its log-probability and entropy are sums over D. What takes
-log-probabilities, from_log_probs() and compute_losses_from_log_probs(), is for actions
-of any kind.
+compute_losses() and from_log_probs() take log-probabilities, so actions may be of any
+kind (torchbeast/distributions.py has policies over them). from_logits() is for softmax
+policies, whose action is one integer, [T, B] with logits [T, B, A], or D of them,
+[T, B, D] with logits [T, B, D, A]: the log-probability is then a sum over D.
 
 `mask` is False where a transition is not real because x_s was the last observation of
 an episode and x_{s+1} is the first of the next: no delta, no trace, no loss there.
@@ -56,8 +56,19 @@ def action_log_probs(
     actions: Tensor,  # [T, B] or [T, B, D], integers in [0, A).
 ) -> Tensor:  # [T, B]
     """Log-probability of each action under the softmax of its logits."""
-    _check_logits("policy_logits", policy_logits)
-    _check_actions(actions, "policy_logits", policy_logits)
+    _check_float("policy_logits", policy_logits)
+    if policy_logits.ndim not in (3, 4):
+        raise ValueError(
+            f"policy_logits has shape {tuple(policy_logits.shape)}, expected [T, B, A] "
+            "or [T, B, D, A]"
+        )
+    if actions.dtype not in INTEGERS:
+        raise ValueError(f"actions has dtype {actions.dtype}, expected an integer one")
+    if actions.shape != policy_logits.shape[:-1]:
+        raise ValueError(
+            f"actions has shape {tuple(actions.shape)}, expected that of policy_logits "
+            f"without its last dimension, {tuple(policy_logits.shape[:-1])}"
+        )
     log_policy = F.log_softmax(policy_logits, dim=-1)
     chosen = log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
     return chosen.flatten(2).sum(-1) if chosen.ndim > 2 else chosen
@@ -76,7 +87,10 @@ def from_logits(
 ) -> VTraceFromLogitsReturns:
     """V-trace for softmax policies. The arguments of from_importance_weights, with
     log_rhos computed from both policies' logits."""
-    _check_policies(behavior_policy_logits, target_policy_logits)
+    _check_like(
+        "behavior_policy_logits", behavior_policy_logits,
+        target_policy_logits, "target_policy_logits",
+    )  # fmt: skip
     return from_log_probs(
         behavior_log_probs=action_log_probs(behavior_policy_logits, actions),
         target_log_probs=action_log_probs(target_policy_logits, actions),
@@ -101,9 +115,8 @@ def from_log_probs(
 ) -> VTraceFromLogitsReturns:
     """V-trace for any policies, whose actions may be anything: of them only the
     log-probabilities, or log-densities, are needed."""
-    _check_float("behavior_log_probs", behavior_log_probs)
     _check_float("target_log_probs", target_log_probs)
-    _check_alike(
+    _check_like(
         "behavior_log_probs", behavior_log_probs, target_log_probs, "target_log_probs"
     )
     log_rhos = target_log_probs.detach() - behavior_log_probs.detach()
@@ -157,10 +170,8 @@ def from_importance_weights(
         shape = tuple(log_rhos.shape)
         raise ValueError(f"log_rhos has shape {shape}, expected [T, B, ...]")
     for name, x in dict(discounts=discounts, rewards=rewards, values=values).items():
-        _check_float(name, x)
-        _check_alike(name, x, log_rhos)
-    _check_float("bootstrap_value", bootstrap_value)
-    _check_alike("bootstrap_value", bootstrap_value, log_rhos[-1], "log_rhos[-1]")
+        _check_like(name, x, log_rhos, "log_rhos")
+    _check_like("bootstrap_value", bootstrap_value, log_rhos[-1], "log_rhos[-1]")
     mask = _check_mask(mask, log_rhos)
     for name, threshold in dict(
         clip_rho_threshold=clip_rho_threshold,
@@ -201,21 +212,6 @@ def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
     return y
 
 
-def compute_policy_gradient_loss(
-    policy_logits: Tensor,  # [T, B, (D,) A]
-    actions: Tensor,  # [T, B, (D)]
-    advantages: Tensor,  # [T, B]; no gradient flows through them.
-    mask: Tensor | None = None,  # [T, B] bool
-    reduction: str = "sum",
-) -> Tensor:  # []
-    """-log pi(a_s|x_s) * advantage_s, summed over T and B (section 4.2)."""
-    log_probs = action_log_probs(policy_logits, actions)
-    _check_float("advantages", advantages)
-    _check_alike("advantages", advantages, log_probs, "log-probabilities")
-    advantages = _where(_check_mask(mask, log_probs), advantages.detach())
-    return _reduce(-log_probs * advantages, mask, reduction)
-
-
 def compute_baseline_loss(
     advantages: Tensor,  # [T, B] v_s - V(x_s), with V's gradient.
     mask: Tensor | None = None,  # [T, B] bool
@@ -231,50 +227,7 @@ def compute_baseline_loss(
     return _reduce(0.5 * advantages.square(), mask, reduction)
 
 
-def compute_entropy_loss(
-    policy_logits: Tensor,  # [T, B, (D,) A]
-    mask: Tensor | None = None,  # [T, B] bool
-    reduction: str = "sum",
-) -> Tensor:  # []
-    """sum_a pi(a|x_s) log pi(a|x_s), i.e. minus the entropy, summed over T and B."""
-    _check_logits("policy_logits", policy_logits)
-    return _reduce(_negative_entropies(policy_logits), mask, reduction)
-
-
 def compute_losses(
-    behavior_policy_logits: Tensor,  # [T, B, (D,) A]
-    target_policy_logits: Tensor,  # [T, B, (D,) A]
-    actions: Tensor,  # [T, B, (D)]
-    discounts: Tensor,  # [T, B]
-    rewards: Tensor,  # [T, B]
-    values: Tensor,  # [T, B]
-    bootstrap_value: Tensor,  # [B]
-    mask: Tensor | None = None,  # [T, B] bool
-    *,
-    baseline_cost: float,
-    entropy_cost: float,
-    reduction: str = "sum",
-    **thresholds: float | None,  # As of from_importance_weights.
-) -> Losses:
-    """IMPALA's loss for softmax policies."""
-    _check_policies(behavior_policy_logits, target_policy_logits)
-    return compute_losses_from_log_probs(
-        action_log_probs(behavior_policy_logits, actions),
-        action_log_probs(target_policy_logits, actions),
-        -_negative_entropies(target_policy_logits),
-        discounts,
-        rewards,
-        values,
-        bootstrap_value,
-        mask,
-        baseline_cost=baseline_cost,
-        entropy_cost=entropy_cost,
-        reduction=reduction,
-        **thresholds,
-    )
-
-
-def compute_losses_from_log_probs(
     behavior_log_probs: Tensor,  # [T, B] log mu(a|x)
     target_log_probs: Tensor,  # [T, B] log pi(a|x)
     target_entropies: Tensor,  # [T, B] of pi
@@ -300,19 +253,13 @@ def compute_losses_from_log_probs(
         mask=mask,
         **thresholds,
     )
-    _check_float("target_entropies", target_entropies)
-    _check_alike("target_entropies", target_entropies, returns.log_rhos)
+    _check_like("target_entropies", target_entropies, returns.log_rhos, "log_rhos")
     log_probs = returns.target_action_log_probs
     pg_loss = _reduce(-log_probs * returns.pg_advantages, mask, reduction)
     baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
     entropy_loss = _reduce(-target_entropies, mask, reduction)
     total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
     return Losses(total, pg_loss, baseline_loss, entropy_loss, returns)
-
-
-def _negative_entropies(policy_logits: Tensor) -> Tensor:  # [T, B]
-    log_policy = F.log_softmax(policy_logits, dim=-1)
-    return (log_policy.exp() * log_policy).flatten(2).sum(-1)
 
 
 def _clip(x: Tensor, threshold: float | None) -> Tensor:
@@ -340,50 +287,19 @@ def _check_float(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has dtype {x.dtype}, expected a floating point one")
 
 
-def _check_logits(name: str, x: Tensor) -> None:
+def _check_like(name: str, x: Tensor, like: Tensor, like_name: str) -> None:
     _check_float(name, x)
-    if x.ndim not in (3, 4):
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, expected [T, B, A] or [T, B, D, A]"
-        )
-
-
-def _check_policies(behavior: Tensor, target: Tensor) -> None:
-    _check_logits("behavior_policy_logits", behavior)
-    _check_logits("target_policy_logits", target)
-    if behavior.shape != target.shape:
-        raise ValueError(
-            f"behavior_policy_logits has shape {tuple(behavior.shape)}, "
-            f"target_policy_logits {tuple(target.shape)}"
-        )
-
-
-def _check_actions(actions: Tensor, name: str, logits: Tensor) -> None:
-    if actions.dtype not in INTEGERS:
-        raise ValueError(f"actions has dtype {actions.dtype}, expected an integer one")
-    if actions.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"actions has shape {tuple(actions.shape)}, {name} {tuple(logits.shape)}: "
-            f"expected {tuple(logits.shape[:-1])}"
-        )
-
-
-def _check_alike(
-    name: str, x: Tensor, other: Tensor, other_name: str = "log_rhos"
-) -> None:
-    if x.shape != other.shape or x.dtype != other.dtype:
+    if x.shape != like.shape or x.dtype != like.dtype:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}, "
-            f"{other_name} {tuple(other.shape)} and {other.dtype}"
+            f"{like_name} {tuple(like.shape)} and {like.dtype}"
         )
 
 
 def _check_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool:
+    if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, expected torch.bool")
-    if mask.shape != like.shape:
+    if mask is not None and mask.shape != like.shape:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}, expected [T, B] = {tuple(like.shape)}"
         )

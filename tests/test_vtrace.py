@@ -138,7 +138,7 @@ def slow_log_probs(logits, actions):  # [T, B]
 
 def slow_mean_or_sum(losses, mask, reduction):
     real = (losses if mask is None else losses[mask]).flatten().tolist()
-    result = sum(real) / len(real) if reduction == "mean" else sum(real)
+    result = sum(real) / max(1, len(real)) if reduction == "mean" else sum(real)
     return torch.tensor(result, dtype=losses.dtype)
 
 
@@ -150,6 +150,30 @@ def loss_weights(like, mask, reduction):
 
 def per_transition(x, like):  # [T, B] -> [T, B, 1] or [T, B, 1, 1]
     return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+def with_log_probs(kwargs):
+    """Softmax policies as compute_losses() takes them, by torch.distributions."""
+    kwargs = dict(kwargs)
+    actions = kwargs.pop("actions")
+
+    def sum_over_choices(x):  # [T, B] or [T, B, D] -> [T, B]
+        return x.flatten(2).sum(-1) if x.ndim > 2 else x
+
+    behavior, target = (
+        Categorical(logits=kwargs.pop(f"{name}_policy_logits"))
+        for name in ("behavior", "target")
+    )
+    return kwargs | dict(
+        behavior_log_probs=sum_over_choices(behavior.log_prob(actions)),
+        target_log_probs=sum_over_choices(target.log_prob(actions)),
+        target_entropies=sum_over_choices(target.entropy()),
+    )
+
+
+def compute_losses(**kwargs):
+    """IMPALA's losses of softmax policies."""
+    return vtrace.compute_losses(**with_log_probs(kwargs))
 
 
 # --- The targets. --------------------------------------------------------------------
@@ -211,7 +235,7 @@ def test_results_keep_shape_and_dtype(dtype):
 def test_no_argument_is_written_to():
     kwargs = loss_inputs()
     before = {name: kwargs[name].clone() for name in LOSSES}
-    vtrace.compute_losses(**kwargs)
+    compute_losses(**kwargs)
     exactly(only(kwargs, *before), before)
 
 
@@ -289,9 +313,7 @@ def test_one_choice_of_multi_discrete_is_discrete():
         target_policy_logits=kwargs["target_policy_logits"].unsqueeze(2),
         actions=kwargs["actions"].unsqueeze(2),
     )
-    assert_close(
-        vtrace.compute_losses(**kwargs | multi), vtrace.compute_losses(**kwargs)
-    )
+    assert_close(compute_losses(**kwargs | multi), compute_losses(**kwargs))
 
 
 def test_a_padded_impossible_choice_counts_for_nothing():
@@ -305,7 +327,7 @@ def test_a_padded_impossible_choice_counts_for_nothing():
     mu[:, :, 1, 3:] = pi[:, :, 1, 3:] = -1e9
     mu.requires_grad_()
     pi.requires_grad_()
-    losses = vtrace.compute_losses(**kwargs)
+    losses = compute_losses(**kwargs)
     losses.total.backward()
 
     def chosen(logits):
@@ -315,12 +337,6 @@ def test_a_padded_impossible_choice_counts_for_nothing():
 
     assert_close(losses.vtrace.target_action_log_probs.detach(), chosen(pi.detach()))
     assert_close(losses.vtrace.behavior_action_log_probs.detach(), chosen(mu.detach()))
-    mask = kwargs["mask"]
-    assert_close(
-        losses.entropy,
-        vtrace.compute_entropy_loss(pi[:, :, 0], mask)
-        + vtrace.compute_entropy_loss(pi[:, :, 1, :3], mask),
-    )
     assert all(loss.isfinite() for loss in losses[:4])
     assert pi.grad.isfinite().all()
     assert pi.grad[:, :, 1, 3:].count_nonzero() == 0
@@ -349,7 +365,7 @@ def run(kwargs):
     """The losses, and their total's gradients by the target policy and the values."""
     names = ("target_policy_logits", "values", "bootstrap_value")
     leaves = {name: kwargs[name].clone().requires_grad_() for name in names}
-    losses = vtrace.compute_losses(**kwargs | leaves)
+    losses = compute_losses(**kwargs | leaves)
     losses.total.backward()
     assert leaves["bootstrap_value"].grad is None
     return losses, leaves["target_policy_logits"].grad, leaves["values"].grad
@@ -466,35 +482,6 @@ def test_no_real_transition_at_all_is_a_loss_of_zero(reduction):
 
 every_reduction = pytest.mark.parametrize("reduction", vtrace.REDUCTIONS)
 with_and_without_mask = pytest.mark.parametrize("masked", [False, True])
-discrete_and_multi_discrete = pytest.mark.parametrize("logits_shape", [(A,), (D, A)])
-
-
-@discrete_and_multi_discrete
-@with_and_without_mask
-@every_reduction
-def test_policy_gradient_loss_is_minus_log_prob_times_advantage(
-    logits_shape, masked, reduction
-):
-    kwargs = example(logits_shape=logits_shape)
-    mask = kwargs["mask"] if masked else None
-    actions, advantages = kwargs["actions"], kwargs["advantages"]
-    logits = kwargs["target_policy_logits"]
-    expected = -slow_log_probs(logits, actions) * advantages
-
-    logits.requires_grad_()
-    advantages.requires_grad_()
-    loss = vtrace.compute_policy_gradient_loss(
-        logits, actions, advantages, mask, reduction
-    )
-    loss.backward()
-    assert_close(loss.detach(), slow_mean_or_sum(expected, mask, reduction))
-    assert advantages.grad is None
-
-    # d log softmax(x)[a] / dx = one_hot(a) - softmax(x)
-    with torch.no_grad():
-        weights = loss_weights(advantages, mask, reduction) * advantages
-        gradient = logits.softmax(-1) - torch.nn.functional.one_hot(actions, A)
-        assert_close(logits.grad, gradient * per_transition(weights, gradient))
 
 
 @with_and_without_mask
@@ -513,51 +500,11 @@ def test_baseline_loss_is_half_the_squared_error(masked, reduction):
     assert_close(errors.grad, weights * errors.detach())
 
 
-@discrete_and_multi_discrete
-@with_and_without_mask
-@every_reduction
-def test_entropy_loss_is_minus_the_entropy(logits_shape, masked, reduction):
-    kwargs = example(logits_shape=logits_shape)
-    mask = kwargs["mask"] if masked else None
-    logits = kwargs["target_policy_logits"]
-    p = logits.softmax(-1)
-    entropies = -(p * p.log()).sum(-1, keepdim=True)  # [T, B, (D,) 1]
-    expected = -entropies.flatten(2).sum(-1)  # [T, B]
-    weights = per_transition(loss_weights(expected, mask, reduction), logits)
-
-    logits.requires_grad_()
-    loss = vtrace.compute_entropy_loss(logits, mask, reduction)
-    loss.backward()
-    assert_close(loss.detach(), slow_mean_or_sum(expected, mask, reduction))
-    # d (sum_a p_a log p_a) / dx = p * (log p + entropy)
-    assert_close(logits.grad, weights * p * (p.log() + entropies))
-
-
-@fifty_times
-@given(kwargs=examples)
-def test_entropy_loss_is_smallest_for_the_uniform_policy(kwargs):
-    logits = kwargs["target_policy_logits"]
-    T, B, *choices, A = logits.shape
-    uniform = torch.full_like(logits, 3.0).requires_grad_()
-    smallest = vtrace.compute_entropy_loss(uniform)
-    smallest.backward()
-    minimum = -T * B * math.prod(choices) * math.log(A)
-    assert_close(smallest.item(), minimum)
-    assert_close(uniform.grad, torch.zeros_like(uniform))
-    for scale in (1.0, 0.01):
-        assert vtrace.compute_entropy_loss(3.0 + scale * logits) > smallest
-
-
 def loss_calls():
-    """All four functions that take a reduction, with everything else they need."""
-    kwargs = example()
-    policy, advantages = kwargs["target_policy_logits"], kwargs["advantages"]
-    pg_loss = vtrace.compute_policy_gradient_loss
+    """Both functions that take a reduction, with everything else they need."""
     return [
-        functools.partial(vtrace.compute_losses, **loss_inputs()),
-        functools.partial(pg_loss, policy, kwargs["actions"], advantages),
-        functools.partial(vtrace.compute_baseline_loss, advantages),
-        functools.partial(vtrace.compute_entropy_loss, policy),
+        functools.partial(compute_losses, **loss_inputs()),
+        functools.partial(vtrace.compute_baseline_loss, example()["advantages"]),
     ]
 
 
@@ -583,60 +530,31 @@ def test_the_total_is_the_weighted_sum_of_three_losses(
     losses, policy_grad, values_grad = run(kwargs | thresholds | options)
 
     for name, x in losses.vtrace._asdict().items():
-        exactly(x.detach(), getattr(returns, name), msg=name)
-    policy, actions = kwargs["target_policy_logits"].requires_grad_(), kwargs["actions"]
+        assert_close(x.detach(), getattr(returns, name), msg=name)
     errors = returns.vs - kwargs["values"]
-    pg = vtrace.compute_policy_gradient_loss(
-        policy, actions, returns.pg_advantages, mask, reduction
+    policy = kwargs["target_policy_logits"].clone()
+    log_probs = slow_log_probs(policy, kwargs["actions"])
+    p = policy.softmax(-1)
+    entropies = -(p * p.log()).sum(-1, keepdim=True)  # [T, B, (D,) 1]
+    expected = (
+        slow_mean_or_sum(-log_probs * returns.pg_advantages, mask, reduction),
+        slow_mean_or_sum(errors**2 / 2, mask, reduction),
+        slow_mean_or_sum(-entropies.flatten(2).sum(-1), mask, reduction),
     )
-    baseline = vtrace.compute_baseline_loss(errors, mask, reduction)
-    entropy = vtrace.compute_entropy_loss(policy, mask, reduction)
-    assert_close((losses.pg, losses.baseline, losses.entropy), (pg, baseline, entropy))
+    assert_close((losses.pg, losses.baseline, losses.entropy), expected)
+    pg, baseline, entropy = losses[1:4]
     assert_close(losses.total, pg + 0.7 * baseline + 0.03 * entropy)
 
-    (pg + 0.03 * entropy).backward()
-    assert_close(policy_grad, policy.grad)
     weights = loss_weights(errors, mask, reduction)
+    # d log softmax(x)[a] / dx = one_hot(a) - softmax(x)
+    one_hot = torch.nn.functional.one_hot(kwargs["actions"], policy.shape[-1])
+    # d (sum_a p_a log p_a) / dx = p * (log p + entropy)
+    gradient = per_transition(weights * returns.pg_advantages, p) * (p - one_hot)
+    gradient += 0.03 * per_transition(weights, p) * p * (p.log() + entropies)
     if weights.isfinite().all():  # Not a mean over nothing.
+        assert_close(policy_grad, gradient)
+    if weights.isfinite().all():
         assert_close(values_grad, -0.7 * weights * errors)
-
-
-def with_log_probs(kwargs):
-    """The same policies as compute_losses_from_log_probs() takes them."""
-    kwargs = dict(kwargs)
-    actions = kwargs.pop("actions")
-    behavior = kwargs.pop("behavior_policy_logits")
-    target = kwargs.pop("target_policy_logits")
-    entropies = Categorical(logits=target).entropy()
-    return kwargs | dict(
-        behavior_log_probs=vtrace.action_log_probs(behavior, actions),
-        target_log_probs=vtrace.action_log_probs(target, actions),
-        target_entropies=entropies.flatten(2).sum(-1) if target.ndim > 3 else entropies,
-    )
-
-
-@fifty_times
-@given(
-    kwargs=examples,
-    thresholds=thresholds,
-    masked=st.booleans(),
-    reduction=st.sampled_from(vtrace.REDUCTIONS),
-)
-def test_losses_need_no_more_of_actions_than_log_probabilities_and_entropies(
-    kwargs, thresholds, masked, reduction
-):
-    kwargs = only(kwargs, *LOSSES)
-    kwargs["mask"] = kwargs["mask"] if masked else None
-    policy = kwargs["target_policy_logits"].requires_grad_()
-    options = dict(baseline_cost=0.7, entropy_cost=0.03, reduction=reduction)
-    losses = vtrace.compute_losses(**kwargs, **thresholds, **options)
-    others = vtrace.compute_losses_from_log_probs(
-        **with_log_probs(kwargs), **thresholds, **options
-    )
-    assert_close(others[:4], losses[:4])
-    exactly(others.vtrace[:2], losses.vtrace[:2])
-    gradients = [torch.autograd.grad(x.total, policy)[0] for x in (losses, others)]
-    assert_close(*gradients)
 
 
 # --- A caller's mistakes. ------------------------------------------------------------
@@ -673,21 +591,14 @@ MISTAKES = dict.fromkeys(example(), floats | shapes) | dict(
     bootstrap_value=floats | ranks | one_rank_higher | batch_sizes,
     mask=masks | shapes,
 )
-PG_LOSS = ("policy_logits", "actions", "advantages", "mask")
 FUNCTIONS = {
     vtrace.action_log_probs: ("policy_logits", "actions"),
     vtrace.from_importance_weights: RECURSION,
     vtrace.from_logits: LOSSES,
-    vtrace.compute_losses: LOSSES,
-    vtrace.compute_policy_gradient_loss: PG_LOSS,
     vtrace.compute_baseline_loss: ("advantages", "mask"),
-    vtrace.compute_entropy_loss: ("policy_logits", "mask"),
 }
 # Here the first argument alone says what T and B are: no size of it is wrong.
-ANY_SIZE = {
-    vtrace.compute_baseline_loss: floats | ranks | one_rank_higher,
-    vtrace.compute_entropy_loss: floats | ranks,
-}
+ANY_SIZE = {vtrace.compute_baseline_loss: floats | ranks | one_rank_higher}
 
 
 def mistakes():
@@ -708,8 +619,6 @@ def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(
     kwargs = example()
     kwargs["policy_logits"] = kwargs["target_policy_logits"]
     kwargs = only(kwargs, *names)
-    if function is vtrace.compute_losses:
-        kwargs |= COSTS
     function(**kwargs)  # Right so far.
     kwargs[name] = mistake(kwargs[name])
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
@@ -722,10 +631,10 @@ def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(
 @pytest.mark.parametrize("mistake", [*floats.values(), *sizes.values()])
 def test_wrong_log_probabilities_are_an_error_that_names_them(name, mistake):
     kwargs = with_log_probs(only(example(), *LOSSES)) | COSTS
-    vtrace.compute_losses_from_log_probs(**kwargs)
+    vtrace.compute_losses(**kwargs)
     kwargs[name] = mistake(kwargs[name])
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
-        vtrace.compute_losses_from_log_probs(**kwargs)
+        vtrace.compute_losses(**kwargs)
 
 
 def test_arguments_of_one_wrong_rank_are_an_error_that_names_it():
@@ -748,9 +657,9 @@ def test_more_dimensions_are_computed_on_one_by_one():
 
 
 def test_discrete_actions_do_not_go_with_multi_discrete_logits():
-    kwargs = loss_inputs(**only(example(logits_shape=(D, A)), *POLICIES))
+    kwargs = only(example(logits_shape=(D, A)), *LOSSES)
     with pytest.raises(ValueError, match=r"\bactions has shape"):
-        vtrace.compute_losses(**kwargs | dict(actions=kwargs["actions"][..., 0]))
+        vtrace.from_logits(**kwargs | dict(actions=kwargs["actions"][..., 0]))
 
 
 @pytest.mark.parametrize(
@@ -763,7 +672,7 @@ def test_a_threshold_out_of_range_is_an_error_that_names_it(name, value):
     with pytest.raises(ValueError, match=rf"\b{name} is "):
         vtrace.from_importance_weights(**kwargs, **{name: value})
     with pytest.raises(ValueError, match=rf"\b{name} is "):
-        vtrace.compute_losses(**loss_inputs(), **{name: value})
+        compute_losses(**loss_inputs(), **{name: value})
 
 
 @pytest.mark.parametrize("reduction", ["none", "SUM", "", None])
@@ -773,19 +682,17 @@ def test_an_unknown_reduction_is_an_error_that_names_it(reduction):
             loss(reduction=reduction)
 
 
-def test_masked_targets_that_are_not_finite_leave_the_gradients_of_the_losses_alone():
-    mask = torch.tensor([[True], [False]])
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_masked_numbers_that_are_not_finite_leave_the_gradients_alone(junk):
+    mask = torch.ones(T, B, dtype=torch.bool)
+    mask[1] = False
     gradients = []
-    for junk in (0.0, float("nan"), float("inf")):
-        logits = torch.tensor([[[1.0, 2.0]], [[3.0, 1.0]]], requires_grad=True)
-        values = torch.tensor([[1.0], [2.0]], requires_grad=True)
-        advantages = torch.tensor([[2.0], [junk]])
-        actions = torch.tensor([[1], [0]])
-        loss = vtrace.compute_policy_gradient_loss(logits, actions, advantages, mask)
-        loss = loss + vtrace.compute_baseline_loss(advantages - values, mask)
-        gradients.append(torch.autograd.grad(loss, (logits, values)))
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0])
+    for x in (0.0, junk):
+        kwargs = loss_inputs(mask=mask)
+        kwargs["rewards"][1] = x
+        _, *grads = run(kwargs)
+        gradients.append(grads)
+    exactly(*gradients)
 
 
 def test_boolean_actions_and_mixed_precisions_are_refused():

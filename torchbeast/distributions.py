@@ -105,10 +105,6 @@ class Distribution:
         """Returns the entropy [...], of densities the differential one."""
         raise NotImplementedError
 
-    def kl(self, params, other_params):
-        """Returns KL(p || q) [...] of p with params from q with other_params."""
-        raise NotImplementedError
-
     def to_action(self, x):
         """Returns the action that x stands for."""
         return x
@@ -166,10 +162,6 @@ class Categorical(Distribution):
     def entropy(self, params):
         log_probs = self._log_probs(params)
         return -(log_probs.exp() * log_probs).flatten(-2).sum(-1)
-
-    def kl(self, params, other_params):
-        p, q = self._log_probs(params), self._log_probs(other_params)
-        return (p.exp() * (p - q)).flatten(-2).sum(-1)
 
     def features(self, action):
         pairs = zip(flat(action, self.shape).unbind(-1), self.num_choices)
@@ -237,13 +229,6 @@ class Gaussian(Distribution):
     def entropy(self, params):
         _, log_std = self._split(params)
         return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
-
-    def kl(self, params, other_params):
-        mean, log_std = self._split(params)
-        other_mean, other_log_std = self._split(other_params)
-        z = (mean - other_mean) / other_log_std.exp()
-        log_ratio = log_std - other_log_std
-        return (0.5 * ((2 * log_ratio).exp() + z.square() - 1) - log_ratio).sum(-1)
 
     def features(self, action):
         middle, scale = self.units(action)
@@ -343,10 +328,6 @@ class Product(Distribution):
 
     def entropy(self, params):
         return sum(p.entropy(x) for p, x in self._split(params))
-
-    def kl(self, params, other_params):
-        pairs = zip(self._split(params), self._split(other_params))
-        return sum(p.kl(x, y) for (p, x), (_, y) in pairs)
 
     def to_action(self, x):
         return self._nest(p.to_action(x[key]) for key, p in self.parts.items())
