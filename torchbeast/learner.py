@@ -174,61 +174,64 @@ class Learner:
         episodes: those that ended in the batch: {name: tensor [2], sum and number}
         versions: of the weights with which each of its rollouts was begun
         """
+        with self._timed():
+            with ranks.current.update():
+                statistics = self.agent.learn(batch)
+            check_statistics(statistics)
+            policy_lag = self.updates - sum(versions) / len(versions)
+            self.updates += 1
+            self._count(statistics, episodes, policy_lag)
+            self._publish()
+            self._evaluate()
+        if self.finished:
+            ranks.current.finish()
+
+    @contextlib.contextmanager
+    def _timed(self):
+        """A context for an update: waits until all ranks have a batch, then adds the
+        update's time to that of its stage."""
         start = time.monotonic()
         if self._idle_since is not None:
             self.stage_seconds["learner_wait"] += start - self._idle_since
         ranks.current.wait(self.run.save_is_due, self.save)
         start, summing = time.monotonic(), ranks.current.seconds.get("reduction", 0)
-        with ranks.current.update():
-            statistics = self.agent.learn(batch)
-        if not isinstance(statistics, dict):
-            what = type(statistics).__name__
-            raise TypeError(f"learn() returned {what}, expected a dict of statistics")
-        for name, x in statistics.items():
-            if torch.is_tensor(x) and x.numel() != 1:
-                what = f"a tensor of shape {list(x.shape)}"
-            elif not torch.is_tensor(x) and not isinstance(x, numbers.Real):
-                what = type(x).__name__
-            else:
-                continue
-            raise TypeError(
-                f"learn() returned the statistic {name!r} as {what}, expected one "
-                "number"
-            )
+        yield
+        summing = ranks.current.seconds.get("reduction", 0) - summing
+        self.stage_seconds["update"] += time.monotonic() - start - summing
+        self._idle_since = time.monotonic()
+
+    def _count(self, statistics, episodes, policy_lag):
+        """Sends an update's numbers to the CPU, to be counted when they have arrived:
+        on a GPU after the next update has been launched."""
         tensors = {k: x for k, x in statistics.items() if torch.is_tensor(x)}
-        values, read = torch.zeros(0), None
         # One more than there are statistics, if the ranks have compared theirs.
         seen = [*tensors.values(), ranks.current.differs]
+        values, read = torch.zeros(0), None
         if seen := [x for x in seen if x is not None]:
             values = [x.detach().reshape(()).float() for x in seen]
             values = torch.stack([x.to(self.device) for x in values])
             values = values.to("cpu", non_blocking=True)
-        episodes = {
-            k: x.to("cpu", non_blocking=True).float() for k, x in episodes.items()
+        episodes = {  # float() first: on a GPU the copy has not arrived after to().
+            k: x.float().to("cpu", non_blocking=True) for k, x in episodes.items()
         }
         if self.device.type == "cuda":
             read = torch.cuda.current_stream(self.device).record_event()
         counts = dict(
             num_steps=self.steps_per_update,
             episodes=episodes,
-            policy_lag=self.updates - sum(versions) / len(versions),
+            policy_lag=policy_lag,
             faulty=ranks.current.faulty,
         )
-        self.updates += 1
         self.flush()
         self._unread = statistics, list(tensors), values, read, counts
         if read is None:
             self.flush()
-        self._publish()
+
+    def _evaluate(self):
         if self._evaluator is not None:
             self._evaluator.offer(self.run.step, self.agent.net)
             if (mean_return := self._evaluator.take()) is not None:
                 self.run.add_evaluation(mean_return)
-        summing = ranks.current.seconds.get("reduction", 0) - summing
-        self.stage_seconds["update"] += time.monotonic() - start - summing
-        self._idle_since = time.monotonic()
-        if self.finished:
-            ranks.current.finish()
 
     def _publish(self):
         if self.weights is not None:
@@ -267,3 +270,20 @@ class Learner:
         if self._unread is not None:
             step += self.steps_per_update
         return step >= self.flags.total_steps
+
+
+def check_statistics(statistics):
+    """Raises TypeError if learn() returned something else than {name: number}."""
+    if not isinstance(statistics, dict):
+        what = type(statistics).__name__
+        raise TypeError(f"learn() returned {what}, expected a dict of statistics")
+    for name, x in statistics.items():
+        if torch.is_tensor(x) and x.numel() != 1:
+            what = f"a tensor of shape {list(x.shape)}"
+        elif not torch.is_tensor(x) and not isinstance(x, numbers.Real):
+            what = type(x).__name__
+        else:
+            continue
+        raise TypeError(
+            f"learn() returned the statistic {name!r} as {what}, expected one number"
+        )
