@@ -34,7 +34,6 @@ from torchbeast.actors import (
     check_limits,
     create_buffers,
 )
-from torchbeast.agents import make_agent
 from torchbeast.calls import create
 from torchbeast.encoders import summary
 from torchbeast.environment import first_step, map_structure, probe
@@ -46,6 +45,7 @@ from torchbeast.flags import (
 )
 from torchbeast.learner import Learner
 from torchbeast.machine import num_cores
+from torchbeast.policies import make_agent
 from torchbeast.process import BadInput, log
 from torchbeast.program import run_program
 from torchbeast.run import Run

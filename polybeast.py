@@ -31,10 +31,8 @@ from torch import nn
 import polybeast_env
 import vtrace
 from torchbeast import (
+    agents,
     devices,
-    distributions,
-    encoders,
-    normalization,
     ranks,
     replay,
     rollouts,
@@ -42,11 +40,9 @@ from torchbeast import (
     streams,
     tls,
 )
-from torchbeast.agents import make_agent
 from torchbeast.batch import MAX_ENVS
-from torchbeast.checkpoint import load_weights
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import LSTM, ResidualBlock, initialize, make_encoder, summary
+from torchbeast.encoders import ResidualBlock, initialize, summary
 from torchbeast.environment import map_structure, probe
 from torchbeast.flags import (
     Parser,
@@ -57,7 +53,9 @@ from torchbeast.flags import (
 from torchbeast.gradients import set_gradients
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.machine import num_cores
-from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
+from torchbeast.networks import Network
+from torchbeast.normalization import NormalizedRewards
+from torchbeast.policies import make_agent
 from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
@@ -68,39 +66,16 @@ from torchbeast.threads import Threads
 # The agent.
 
 
-def add_loss_flags(g):
-    """Adds what the losses of all actor-critics have."""
-    # fmt: off
-    g.add_argument("--entropy_cost", type=number(float, 0), default=0.01, metavar="X",
-                   help="weight of the entropy loss (default: %(default)s)")
-    g.add_argument("--baseline_cost", type=number(float, 0), default=0.5, metavar="X",
-                   help="weight of the value loss (default: %(default)s)")
-    # fmt: on
-    add_reward_flags(g, "abs_one")
-
-
-def add_reward_flags(g, clipping):
-    """Adds what all agents have. clipping: the default."""
-    # fmt: off
-    g.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
-                   metavar="GAMMA", help="discount of a step (default: %(default)s)")
-    g.add_argument("--reward_clipping", default=clipping, choices=("abs_one", "none"),
-                   help="clip the rewards that are learned from, never those that are "
-                   "reported (default: %(default)s)")
-    # fmt: on
-
-
 def parser():
     """Returns the agent's flags, for argparse's parents=."""
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("network")
-    encoders.add_flags(g, "deep")
+    agents.add_network_flags(g, "deep")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
-    normalization.add_flags(g)
 
     g = p.add_argument_group("loss")
-    add_loss_flags(g)
+    agents.add_actor_critic_flags(g)
     g.add_argument("--loss_reduction", default="sum", choices=vtrace.REDUCTIONS,
                    help="reduction over T and B (default: %(default)s)")
     g.add_argument("--replay_fraction", type=number(float, 0, 0.99), default=0.0,
@@ -124,30 +99,15 @@ def parser():
     return p
 
 
-class Net(nn.Module):
+class Net(Network):
     """An encoder, an LSTM if one is wanted, and two heads. To use another network, edit
-    this class, or Agent.make_encoder().
+    this class (torchbeast/networks.py has what it inherits), or Agent.make_encoder().
 
-    forward(step, core_state) takes a dict of tensors [T, B, ...] (torchbeast/
-    environment.py lists the fields of a step) and returns (outputs, core_state):
-    outputs["policy_logits"] [T, B, P], the parameters of the distribution of actions
-    (torchbeast/distributions.py), and outputs["baseline"] [T, B], both float32.
-    core_state is a tuple of tensors [1, B, hidden], () without an LSTM.
-
-    encoder: a module, observations [N, ...] -> [N, encoder.out_features].
+    forward(step, core_state) takes a dict of tensors [T, B, ...] and returns (outputs,
+    core_state): outputs["policy_logits"] [T, B, P], the parameters of the distribution
+    of actions (torchbeast/distributions.py), and outputs["baseline"] [T, B], both
+    float32.
     """
-
-    def __init__(self, encoder, action_space, use_lstm=False):
-        super().__init__()
-        self.distribution = distributions.make(action_space)
-        self.encoder = encoder
-        # The last action, one-hot, and the last reward, clipped (IMPALA, figure 3).
-        core_size = encoder.out_features + self.distribution.num_features + 1
-        self.core = None
-        if use_lstm:
-            self.core = LSTM(core_size)
-            core_size = self.core.hidden_size
-        self.make_heads(core_size)
 
     def make_heads(self, num_features):
         self.policy = PolicyHead(num_features, self.distribution)
@@ -155,69 +115,31 @@ class Net(nn.Module):
         initialize(self.policy, gain=0.01)  # Nearly uniform at first.
         initialize(self.baseline, gain=1)
 
-    def initial_state(self, batch_size):
-        return () if self.core is None else self.core.initial_state(batch_size)
-
-    def forward(self, step, core_state=()):
-        T, B = step["reward"].shape
-        observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
-        x = self.encoder(observation)
-        last_action = self.distribution.features(step["last_action"]).flatten(0, 1)
-        last_reward = step["reward"].clamp(-1, 1).reshape(T * B, 1)
-        x = torch.cat([x, last_action, last_reward], dim=1)
-        if self.core is not None:
-            x = x.view(T, B, -1)
-            x, core_state = self.core.unroll(x, step["done"], core_state)
-            x = x.flatten(0, 1)
-        outputs = {name: y.unflatten(0, (T, B)) for name, y in self.heads(x).items()}
-        return outputs, core_state
-
     def heads(self, x):
-        """The outputs [N, ...] for features [N, F]; loss() gets all of them."""
+        """The outputs [N, ...] for features x [N, F]; loss() gets all of them."""
         return {
             "policy_logits": self.policy(x),
             "baseline": self.baseline(x).squeeze(-1),
         }
 
 
-class Agent:
+class Agent(agents.Agent):
     """IMPALA: an actor-critic that corrects by V-trace for the age of its rollouts.
 
-    Its methods are what a program needs of an agent; everything is time-major. `net` is
-    what acts, and its weights are handed to the actors. Every process that acts makes
-    an agent of its own; only the learner's is told to start_learning().
+    torchbeast/agents.py says what a program needs of an agent, and has what is not
+    IMPALA's own: the encoder, rewards, statistics of normalisation, checkpoints.
     """
 
+    mixer = None  # With --replay_fraction, a replay.Mixer.
+
     def __init__(self, flags, observation_space, action_space):
-        self.flags = flags
-        self.net = self.make_net(observation_space, action_space)
-        self.distribution = distributions.make(action_space)
-        self.normalized_rewards = None
+        super().__init__(flags, observation_space, action_space)
         if flags.normalize_rewards:
             self.normalized_rewards = NormalizedRewards(flags.discounting)
-        self.optimizer = self.mixer = None
-        self.step = self.updates = 0  # Agent steps and batches learned from.
-
-    def make_encoder(self, observation_space):
-        flags = self.flags
-        bfloat16 = flags.precision == "bfloat16"
-        encoder = make_encoder(
-            observation_space, flags.net, bfloat16, hidden_sizes=flags.hidden_sizes
-        )
-        if flags.normalize_observations:
-            return NormalizedEncoder(observation_space, encoder)
-        return encoder
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
         return Net(encoder, action_space, self.flags.use_lstm)
-
-    def initial_state(self, batch_size):
-        """Returns the core_state before a first step: a nest of tensors [., B, ...]."""
-        core_state = self.net.initial_state(batch_size)
-        if self.normalized_rewards is not None:
-            return core_state, self.normalized_rewards.initial_state(batch_size)
-        return core_state
 
     @torch.inference_mode()
     def act(self, step, core_state, greedy=False):
@@ -229,38 +151,11 @@ class Agent:
         outputs, core_state = self.unroll(step, core_state)
         logits = outputs["policy_logits"]  # [1, B, P]
         choose = self.distribution.mode if greedy else self.distribution.sample
-        action = choose(logits)
-        return {"action": action, "policy_logits": logits}, core_state
-
-    def act_in_test(self, step, core_state):
-        """As act(), where the agent is judged: in --mode test and for eval_return."""
-        return self.act(step, core_state)
-
-    def unroll(self, step, core_state):
-        """Calls the net for steps [T, B, ...]. Returns (its outputs, core_state)."""
-        if self.normalized_rewards is None:
-            return self.net(step, core_state)
-        core_state, discounted_return = core_state
-        outputs, core_state = self.net(step, core_state)
-        returns = self.normalized_rewards.returns(step, discounted_return)
-        return outputs, (core_state, returns[-1:])
-
-    def update_statistics(self, batch):
-        """Takes the batch into the statistics that observations and rewards are
-        normalised by."""
-        encoder = getattr(self.net, "encoder", None)
-        if isinstance(encoder, NormalizedEncoder):
-            new = rollouts.new(batch)
-            encoder.update(map_structure(lambda x: x[new], batch["observation"]))
-        if self.normalized_rewards is not None:
-            self.normalized_rewards.update(batch, batch["core_state"][1])
+        return {"action": choose(logits), "policy_logits": logits}, core_state
 
     def start_learning(self, device):
-        """Makes what only the learner has. The net is on the device already."""
-        self.optimizer = self.make_optimizer()
-        if self.normalized_rewards is not None:
-            self.normalized_rewards.to(device)
-        if getattr(self.flags, "replay_fraction", 0) > 0:
+        super().start_learning(device)
+        if self.flags.replay_fraction > 0:
             self.mixer = replay.Mixer(self.flags, device)
 
     def make_optimizer(self):
@@ -286,18 +181,16 @@ class Agent:
             return self.loss(batch, outputs)
 
         learning_rate = self.learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.set_learning_rate(learning_rate)
         parameters = list(self.net.parameters())
         mixed, logged = (batch, {}) if self.mixer is None else self.mixer.mix(batch)
         statistics = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
-        statistics.update(logged)
         grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
         self.optimizer.step()
         self.update_statistics(batch)
-        self.step += self.flags.unroll_length * self.flags.batch_size
-        self.updates += 1
-        return {**statistics, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        self.count()
+        logged.update(grad_norm=grad_norm, learning_rate=learning_rate)
+        return {**statistics, **logged}
 
     def loss(self, batch, outputs):
         """Returns the loss of rollouts [T + 1, B, ...], for which the net returned
@@ -308,7 +201,7 @@ class Agent:
         minus the policy's entropy, are without their costs.
         """
         # Index t of all that follows is about the action taken on step t: what it led
-        # to is in step t + 1. Nothing did lead from a last observation to a first one.
+        # to is in step t + 1. No action led from a last observation to a first one.
         logits, actions = outputs["policy_logits"][:-1], batch["action"]
         log_prob = self.distribution.log_prob
         losses = vtrace.compute_losses(
@@ -331,58 +224,20 @@ class Agent:
             "entropy_loss": losses.entropy,
         }
 
-    def rewards(self, batch):
-        """Returns the rewards [T, B] that are learned from. Index t is of the action
-        taken on step t."""
-        rewards = batch["reward"][1:]
-        if self.normalized_rewards is not None:
-            return self.normalized_rewards(rewards)
-        if self.flags.reward_clipping == "abs_one":
-            rewards = rewards.clamp(-1, 1)
-        return rewards
-
     def learning_rate(self):
-        """The learning rate of the next update."""
+        """Returns the learning rate of the next update."""
         # RMSProp's mean of squares begins at zero. Uncorrected, its first steps are ten
         # times too long, which was seen to kill most of the network's ReLUs on Pong.
         correction = math.sqrt(1 - self.flags.alpha ** (self.updates + 1))
-        left = max(0, 1 - self.step / self.flags.total_steps)
-        return self.flags.learning_rate * correction * left
-
-    def state_dict(self):
-        """Returns all that a checkpoint needs, in types that torch.load(weights_only)
-        reads."""
-        state = {
-            "model": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "updates": self.updates,
-        }
-        if self.normalized_rewards is not None:
-            state["normalized_rewards"] = self.normalized_rewards.state_dict()
-        return state
+        return self.flags.learning_rate * correction * self.fraction_left()
 
     def load_state_dict(self, state):
-        """Takes the net's weights, and the rest if it learns. Raises KeyError if
-        something is missing."""
-        load_weights(self.net, state["model"])
-        if self.optimizer is not None:
-            options = [
-                {name: x for name, x in group.items() if name != "params"}
-                for group in self.optimizer.param_groups
-            ]
-            self.optimizer.load_state_dict(state["optimizer"])
-            # This command's flags count, not those the checkpoint was made with.
-            for group, group_options in zip(self.optimizer.param_groups, options):
-                group.update(group_options)
-            if getattr(self.flags, "momentum", 0) > 0:  # It may have been 0 before.
-                for parameter, state_of in self.optimizer.state.items():
-                    state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
-            self.step, self.updates = state["step"], state["updates"]
-            if self.mixer is not None:
-                self.mixer.say_empty(self.step)
-            if self.normalized_rewards is not None:
-                load_weights(self.normalized_rewards, state["normalized_rewards"])
+        super().load_state_dict(state)
+        if self.optimizer is not None and self.flags.momentum > 0:
+            for parameter, state_of in self.optimizer.state.items():  # It may be new.
+                state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        if self.mixer is not None:
+            self.mixer.say_empty(self.step)
 
 
 # The program.

@@ -4,7 +4,8 @@
     python -m monobeast --agent ppo --preset mujoco --env HalfCheetah-v5
     python -m polybeast --agent ppo --preset atari --env PongNoFrameskip-v4
 
-Read it top to bottom: flags, Net, Agent. What it does not define is polybeast.Agent's.
+Read it top to bottom: flags, Net, Agent. What it does not define is in
+torchbeast/agents.py.
 
 Each batch is learned from several times, in minibatches. A ratio is that of the policy
 that learns to the one that acted, whose parameters are in the rollout: it is right
@@ -18,15 +19,15 @@ import argparse
 import torch
 from torch import nn
 
-import polybeast
 import vtrace
-from torchbeast import distributions, encoders, normalization, ranks
+from torchbeast import agents, ranks
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import LSTM, has_images, initialize, make_encoder
+from torchbeast.encoders import has_images, initialize
 from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, sum_over_ranks
-from torchbeast.normalization import NormalizedEncoder, RunningStatistics
+from torchbeast.networks import Network
+from torchbeast.normalization import NormalizedRewards, RunningStatistics
 from torchbeast.process import BadInput
 
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
@@ -50,9 +51,8 @@ def parser():
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("network")
-    encoders.add_flags(g, "nature")
+    agents.add_network_flags(g, "nature")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
-    normalization.add_flags(g)
 
     g = p.add_argument_group("loss")
     g.add_argument("--clipping", type=number(float, above=0), default=0.2, metavar="X",
@@ -60,7 +60,7 @@ def parser():
                    "(default: %(default)s)")
     g.add_argument("--value_clipping", action="store_true",
                    help="clip the change of the value as well")
-    polybeast.add_loss_flags(g)
+    agents.add_actor_critic_flags(g)
     g.add_argument("--gae_lambda", type=number(float, 0, 1), default=0.95,
                    metavar="LAMBDA", help="of the advantages (default: %(default)s)")
     g.add_argument("--vtrace", action="store_true",
@@ -81,42 +81,26 @@ def parser():
     return p
 
 
-class Net(nn.Module):
-    """As polybeast.Net, but policy and value share nothing where there are neither
-    images nor an LSTM, and without one nothing is seen of the last action. A net that
-    acts, in eval(), returns no values."""
+class Net(Network):
+    """Policy and value share nothing where there are neither images nor an LSTM, and
+    without an LSTM nothing is seen of the last action. A net that acts, in eval(),
+    returns no values."""
 
     def __init__(self, encoder, action_space, use_lstm):
-        super().__init__()
-        self.encoder = encoder
-        self.distribution = distributions.make(action_space)
-        features = encoder.out_features
-        self.core = None
-        if use_lstm:
-            self.core = LSTM(features + self.distribution.num_features + 1)
-            features = self.core.hidden_size
-        self.policy = PolicyHead(features, self.distribution)
-        self.baseline = nn.Linear(features, 1)
+        super().__init__(encoder, action_space, use_lstm, feedback=use_lstm)
+
+    def make_heads(self, num_features):
+        self.policy = PolicyHead(num_features, self.distribution)
+        self.baseline = nn.Linear(num_features, 1)
         initialize(self.policy, gain=0.01)  # Nearly uniform at first.
         initialize(self.baseline, gain=1)
 
-    def initial_state(self, batch_size):
-        return () if self.core is None else self.core.initial_state(batch_size)
-
-    def forward(self, step, core_state=()):
-        T, B = step["reward"].shape
-        observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
-        x = self.encoder(observation).view(T, B, -1)
-        if self.core is not None:
-            last_action = self.distribution.features(step["last_action"])
-            last_reward = step["reward"].clamp(-1, 1)[..., None]
-            x = torch.cat([x, last_action, last_reward], dim=-1)
-            x, core_state = self.core.unroll(x, step["done"], core_state)
+    def heads(self, x):
         n = self.baseline.in_features  # Of two encoders, both have so many.
-        outputs = {"policy_logits": self.policy(x[..., :n])}
+        outputs = {"policy_logits": self.policy(x[:, :n])}
         if self.training:
-            outputs["baseline"] = self.baseline(x[..., -n:]).squeeze(-1)
-        return outputs, core_state
+            outputs["baseline"] = self.baseline(x[:, -n:]).squeeze(-1)
+        return outputs
 
 
 class TwoEncoders(nn.Module):
@@ -133,27 +117,33 @@ class TwoEncoders(nn.Module):
         return torch.cat([self.policy(x), self.value(x)], dim=1)
 
 
-class Agent(polybeast.Agent):
+class Agent(agents.Agent):
     """PPO with generalized advantage estimation (Schulman et al., arXiv 1506.02438)."""
 
+    numbers = "tanh"
+
+    def __init__(self, flags, observation_space, action_space):
+        super().__init__(flags, observation_space, action_space)
+        if flags.normalize_rewards:
+            self.normalized_rewards = NormalizedRewards(flags.discounting)
+
     def make_encoder(self, observation_space):
-        flags = self.flags
-        bfloat16 = flags.precision == "bfloat16"
-
         def make():
-            return make_encoder(
-                observation_space, flags.net, bfloat16, "tanh", flags.hidden_sizes
-            )
+            return super(Agent, self).make_encoder(observation_space)
 
-        shared = has_images(observation_space) or flags.use_lstm
-        encoder = make() if shared else TwoEncoders(make(), make())
-        if flags.normalize_observations:
-            return NormalizedEncoder(observation_space, encoder)
-        return encoder
+        shared = has_images(observation_space) or self.flags.use_lstm
+        return make() if shared else TwoEncoders(make(), make())
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
         return Net(encoder, action_space, self.flags.use_lstm)
+
+    @torch.inference_mode()
+    def act(self, step, core_state, greedy=False):
+        outputs, core_state = self.unroll(step, core_state)
+        logits = outputs["policy_logits"]  # [1, B, P]
+        choose = self.distribution.mode if greedy else self.distribution.sample
+        return {"action": choose(logits), "policy_logits": logits}, core_state
 
     def start_learning(self, device):
         flags, most = self.flags, ranks.current.share(self.flags.batch_size)
@@ -176,9 +166,8 @@ class Agent(polybeast.Agent):
         kl is an estimate of KL(policy that acted || policy), clip_fraction how many
         ratios are clipped, explained_variance what the values explain of the returns'.
         """
-        learning_rate = self.learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        learning_rate = self.flags.learning_rate * self.fraction_left()
+        self.set_learning_rate(learning_rate)
         data, statistics = self.prepare(batch)
         steps = [
             self.gradient_step(part)
@@ -186,8 +175,7 @@ class Agent(polybeast.Agent):
             for part in self.minibatches(data)
         ]
         self.update_statistics(batch)
-        self.step += self.flags.unroll_length * self.flags.batch_size
-        self.updates += 1
+        self.count()
         return {**means(steps), **statistics, "learning_rate": learning_rate}
 
     @torch.no_grad()
@@ -222,9 +210,9 @@ class Agent(polybeast.Agent):
         mean, variance = moments.mean.float(), moments.variance.float()
         advantage = (advantage - mean[0]) / (variance[0].sqrt() + 1e-8)
         unexplained = (variance[2] + mean[2].square()) / variance[1].clamp(min=1e-8)
-        read = ("observation", "reward", "done", "last_action")  # By the network.
+        read = {name: batch[name] for name in agents.READ}
         data = {
-            **map_structure(lambda x: x[:-1], {name: batch[name] for name in read}),
+            **map_structure(lambda x: x[:-1], read),
             "action": batch["action"],
             "behavior_log_prob": behavior_log_prob,
             "value": value,
@@ -293,8 +281,3 @@ class Agent(polybeast.Agent):
             "kl": mean(ratio - 1 - log_ratio),
             "clip_fraction": mean((ratio != clipped).float()),
         }
-
-    def learning_rate(self):
-        """The learning rate of the next batch."""
-        left = max(0, 1 - self.step / self.flags.total_steps)
-        return self.flags.learning_rate * left

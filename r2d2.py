@@ -7,7 +7,8 @@
 Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
 (ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
 1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
-Read it top to bottom: flags, Net, Agent. What it does not define is polybeast.Agent's.
+Read it top to bottom: flags, Net, Agent. What it does not define is in
+torchbeast/agents.py.
 
 T is the unroll length, K the burn-in, B a batch's samples, A the number of actions. A
 sample is a whole rollout with its recurrent state, [K + T + 1, B, ...]; or, without an
@@ -22,13 +23,12 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-import polybeast
-from torchbeast import encoders, ranks, replay, targets
-from torchbeast.checkpoint import load_weights
+from torchbeast import agents, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
 from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
+from torchbeast.networks import Network
 from torchbeast.process import BadInput
 
 TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
@@ -58,7 +58,7 @@ def parser():
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("network")
-    encoders.add_flags(g, "shallow")
+    agents.add_network_flags(g, "shallow")
     g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=True,
                    help="a recurrent network, which learns from whole rollouts")
 
@@ -72,7 +72,7 @@ def parser():
                    "(default: %(default)s)")
 
     g = p.add_argument_group("loss")
-    polybeast.add_reward_flags(g, "none")
+    agents.add_reward_flags(g, "none")
     g.add_argument("--n_step", type=number(int, 1, 10**6), default=3, metavar="N",
                    help="rewards in a target, if its rollout is as long (default: 3)")
     g.add_argument("--value_rescaling", action=argparse.BooleanOptionalAction,
@@ -96,11 +96,10 @@ def parser():
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
                    metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
-    p.set_defaults(normalize_observations=False, normalize_rewards=False)
     return p
 
 
-class Net(polybeast.Net):
+class Net(Network):
     """outputs["q"] [T, B, A]: the value of each action, by dueling heads."""
 
     def __init__(self, encoder, action_space, use_lstm):
@@ -120,7 +119,7 @@ class Net(polybeast.Net):
         return {"q": self.value(x) + advantage - advantage.mean(-1, keepdim=True)}
 
 
-class Agent(polybeast.Agent):
+class Agent(agents.Agent):
     """Learns Q-values, in learn(), from samples of what it has seen."""
 
     def __init__(self, flags, observation_space, action_space):
@@ -130,7 +129,6 @@ class Agent(polybeast.Agent):
                 f"--agent r2d2 {need} {action_space}: use --agent ppo or sac"
             )
         super().__init__(flags, observation_space, action_space)
-        self.spaces = observation_space, action_space
         self.burn_in = flags.burn_in if flags.use_lstm else 0
         self.net.exploration.fill_(flags.exploration_steps > 0)
 
@@ -166,7 +164,9 @@ class Agent(polybeast.Agent):
     def start_learning(self, device):
         super().start_learning(device)
         flags = self.flags
-        self.target_net = self.make_net(*self.spaces).requires_grad_(False)
+        target = self.make_net(self.observation_space, self.action_space)
+        self.target_net = self.normalized(target).requires_grad_(False)
+        self.learned["target"] = self.target_net
         self.target_net.to(device, memory_format=torch.channels_last)
         self.target_net.load_state_dict(self.net.state_dict())
         self.gradient_steps, T = 0, flags.unroll_length
@@ -195,8 +195,8 @@ class Agent(polybeast.Agent):
         T = flags.unroll_length
         due = self.credit.updates(batch, T, self.num_learned)
         steps = [self.gradient_step() for _ in due]
-        self.step += T * flags.batch_size
-        self.updates += 1
+        self.update_statistics(batch)
+        self.count()
         left = max(0, 1 - self.step / max(1, flags.exploration_steps))
         self.net.exploration.fill_(left)
         logged = dict(replay_size=self.replay.size * T, exploration=left)
@@ -243,8 +243,7 @@ class Agent(polybeast.Agent):
         discounts = flags.discounting * (~batch["terminated"][K + 1 :]).float()
         returns, discounts, ends = targets.n_step_returns(rewards, discounts, real, n)
         action = batch["action"][K:]
-        read = ("observation", "reward", "done", "last_action")  # By the network.
-        steps = {name: batch[name] for name in read}
+        steps = {name: batch[name] for name in agents.READ}
         core_state, _ = batch["core_state"]
         if sampled and not flags.use_lstm:
             returns, discounts, real = returns[:1], discounts[:1], real[:1]
@@ -289,12 +288,10 @@ class Agent(polybeast.Agent):
         return targets.priorities(errors, real, exponent, of_rollouts)
 
     def state_dict(self):
-        target, steps = self.target_net.state_dict(), self.gradient_steps
-        return {**super().state_dict(), "target": target, "gradient_steps": steps}
+        return {**super().state_dict(), "gradient_steps": self.gradient_steps}
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
         if self.optimizer is not None:
-            load_weights(self.target_net, state["target"])
             self.gradient_steps = state["gradient_steps"]
             self.credit.say_empty(self.step)

@@ -4,8 +4,8 @@
     python -m monobeast --agent sac --env Pendulum-v1
     python -m monobeast --agent sac --preset mujoco --env HalfCheetah-v5
 
-Read it top to bottom: flags, Actor, Critics, Agent. What it does not define is
-polybeast.Agent's.
+Read it top to bottom: flags, Actor, Critics, Agent. What it does not define is in
+torchbeast/agents.py.
 
 The actor chooses actions in the bounds of their Box. Two critics learn their values;
 the smaller of both is believed. Entropy is worth as much as keeps that of the policy at
@@ -20,18 +20,15 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-import polybeast
-from torchbeast import distributions, ranks, replay
-from torchbeast.checkpoint import load_weights
+from torchbeast import agents, distributions, ranks, replay
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import NETS, make_encoder, mlp
+from torchbeast.encoders import mlp
 from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.process import BadInput
 from torchbeast.spaces import children
 
-HIDDEN = 256
 LOG_STD = -5, 2  # Bounds.
 
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/sac).
@@ -49,11 +46,10 @@ def parser():
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("network")
-    g.add_argument("--net", default="shallow", choices=NETS,
-                   help="network for images (default: %(default)s)")
+    agents.add_network_flags(g, "shallow")
 
     g = p.add_argument_group("loss")
-    polybeast.add_reward_flags(g, "none")
+    agents.add_reward_flags(g, "none")
     g.add_argument("--target_entropy", type=number(float), metavar="X",
                    help="entropy of the policy, of numbers from -1 to 1 (default: -1 "
                    "for each number of an action)")
@@ -71,21 +67,22 @@ def parser():
                    metavar="X", help="of critics and the weight of entropy "
                    "(default: %(default)s)")
     # fmt: on
-    p.set_defaults(normalize_observations=False, normalize_rewards=False)
     # A policy is to act soon after it has learned, as it learns from each step.
     p.set_defaults(batch_size=4, unroll_length=2, envs_per_actor=4, envs_per_server=4)
+    p.set_defaults(hidden_sizes=[256, 256])
     return p
 
 
 class Actor(nn.Module):
     """Maps observations [N, ...] to the parameters [N, P] of a distribution."""
 
-    def __init__(self, encoder, distribution):
+    def __init__(self, encoder, hidden_sizes, distribution):
         super().__init__()
         self.encoder = encoder
         self.distribution = distribution
-        self.layers = mlp(encoder.out_features, HIDDEN, HIDDEN)
-        self.policy = PolicyHead(HIDDEN, distribution, state_dependent_std=True)
+        self.layers = mlp(encoder.out_features, *hidden_sizes)
+        size = hidden_sizes[-1]
+        self.policy = PolicyHead(size, distribution, state_dependent_std=True)
         self.register_buffer("log_stds", distribution.log_stds, persistent=False)
         # Whether actions are uniform; whoever acts gets it with the weights.
         self.register_buffer("uniform", torch.tensor(True))
@@ -100,18 +97,20 @@ class Actor(nn.Module):
 class Critic(nn.Module):
     """Maps observations [N, ...] and features [N, F] of actions to values [N]."""
 
-    def __init__(self, encoder, num_features):
+    def __init__(self, encoder, hidden_sizes, num_features):
         super().__init__()
         self.encoder = encoder
-        self.layers = mlp(encoder.out_features + num_features, HIDDEN, HIDDEN, 1)
+        self.layers = mlp(encoder.out_features + num_features, *hidden_sizes, 1)
 
     def forward(self, observation, action):
         x = torch.cat([self.encoder(observation), action], dim=1)
         return self.layers(x).squeeze(1)
 
 
-class Agent(polybeast.Agent):
+class Agent(agents.Agent):
     """Learns an actor and two critics, in learn(), from samples of what it has seen."""
+
+    numbers = "flat"  # The layers are the actor's and the critics' own.
 
     def __init__(self, flags, observation_space, action_space):
         if not is_continuous(action_space):
@@ -120,17 +119,14 @@ class Agent(polybeast.Agent):
                 f"{action_space}: use --agent polybeast, ppo or r2d2"
             )
         super().__init__(flags, observation_space, action_space)
-        self.observation_space = observation_space
-        self.distribution = self.net.distribution
         self.net.uniform.fill_(flags.replay_start > 0)
 
-    def make_encoder(self, observation_space):
-        bfloat16 = self.flags.precision == "bfloat16"
-        return make_encoder(observation_space, self.flags.net, bfloat16, "flat")
+    def make_distribution(self, action_space):
+        return distributions.make(action_space, squashed=True)
 
     def make_net(self, observation_space, action_space):
-        distribution = distributions.make(action_space, squashed=True)
-        return Actor(self.make_encoder(observation_space), distribution)
+        encoder = self.make_encoder(observation_space)
+        return Actor(encoder, self.flags.hidden_sizes, self.distribution)
 
     def initial_state(self, batch_size):
         return ()
@@ -152,15 +148,18 @@ class Agent(polybeast.Agent):
     def start_learning(self, device):
         flags, num_features = self.flags, self.distribution.num_features
 
+        def make_critic():
+            encoder = self.make_encoder(self.observation_space)
+            return self.normalized(Critic(encoder, flags.hidden_sizes, num_features))
+
         def make_critics():
-            return nn.ModuleList(
-                Critic(self.make_encoder(self.observation_space), num_features)
-                for _ in range(2)
-            ).to(device, memory_format=torch.channels_last)
+            critics = nn.ModuleList(make_critic() for _ in range(2))
+            return critics.to(device, memory_format=torch.channels_last)
 
         self.critics, self.target_critics = make_critics(), make_critics()
         self.target_critics.load_state_dict(self.critics.state_dict())
         self.target_critics.requires_grad_(False)
+        self.learned = dict(critics=self.critics, target_critics=self.target_critics)
         # Of the weight of entropy.
         self.log_alpha = torch.zeros((), device=device, requires_grad=True)
         self.target_entropy = flags.target_entropy
@@ -187,8 +186,8 @@ class Agent(polybeast.Agent):
         T = flags.unroll_length
         updates = self.credit.updates(batch, T, flags.replay_batch_size)
         steps = [self.gradient_step() for _ in updates]
-        self.step += T * flags.batch_size
-        self.updates += 1
+        self.update_statistics(batch)
+        self.count()
         self.net.uniform.fill_(self.step < flags.replay_start)
         return {
             **means(steps),
@@ -253,18 +252,11 @@ class Agent(polybeast.Agent):
         return torch.stack([critic(observation, action) for critic in critics])
 
     def state_dict(self):
-        return {
-            **super().state_dict(),
-            "critics": self.critics.state_dict(),
-            "target_critics": self.target_critics.state_dict(),
-            "log_alpha": self.log_alpha.detach(),
-        }
+        return {**super().state_dict(), "log_alpha": self.log_alpha.detach()}
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
         if self.optimizer is not None:
-            load_weights(self.critics, state["critics"])
-            load_weights(self.target_critics, state["target_critics"])
             with torch.no_grad():
                 self.log_alpha.copy_(state["log_alpha"])
             self.credit.say_empty(self.step)

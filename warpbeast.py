@@ -22,7 +22,6 @@ import torch
 
 import polybeast_env
 from torchbeast import devices, machine, ranks, rollouts, seeds, warp
-from torchbeast.agents import Policies, check_policy, make_agent
 from torchbeast.encoders import summary
 from torchbeast.environment import leaves, map_structure
 from torchbeast.flags import (
@@ -32,6 +31,7 @@ from torchbeast.flags import (
     run_parser,
 )
 from torchbeast.learner import Learner
+from torchbeast.policies import Policies, check_policy, make_agent
 from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run

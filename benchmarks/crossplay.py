@@ -17,9 +17,9 @@ import statistics
 import torch
 
 from torchbeast import checkpoint, warp
-from torchbeast.agents import Policies
 from torchbeast.consistency import random_actions
 from torchbeast.environment import map_structure
+from torchbeast.policies import Policies
 from torchbeast.seeds import set_seed
 
 

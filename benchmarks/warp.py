@@ -28,7 +28,7 @@ import torch
 
 import warpbeast
 from tests import warp_references
-from torchbeast import agents, machine, warp
+from torchbeast import machine, policies, warp
 from torchbeast.consistency import random_actions
 from torchbeast.flags import parse_args
 from torchbeast.learner import Learner
@@ -84,8 +84,8 @@ class Case:
         warpbeast.set_defaults(flags, self.num_agents)
         flags.precision, self.T = "float32", flags.unroll_length
         self.envs = warp.Environments(self.env, self.num_envs, device)
-        self.agent = agents.make_agent(flags, self.env)
-        self.several = isinstance(self.agent, agents.Policies)
+        self.agent = policies.make_agent(flags, self.env)
+        self.several = isinstance(self.agent, policies.Policies)
         acting = self.agent.agents if self.several else {"agent": self.agent}
         specs = warpbeast.first_steps(self.env, acting, flags)
         run = Run(flags)

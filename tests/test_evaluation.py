@@ -11,9 +11,9 @@ import torch
 import monobeast
 import polybeast_env
 from tests.programs import main, read_logs
-from torchbeast.agents import make_agent
 from torchbeast.environment import probe
 from torchbeast.evaluation import Evaluator
+from torchbeast.policies import make_agent
 from torchbeast.process import log
 
 CATCH = "tests.envs:torchbeast/Catch-v0"

@@ -16,8 +16,8 @@ from tests.programs import ROOT, SERIAL, both, load, main, read_logs
 from tests.test_agent import batches, make_actor
 from tests.test_learning import learns
 from torchbeast import environment
-from torchbeast.agents import make_agent
 from torchbeast.flags import parse_args
+from torchbeast.policies import make_agent
 
 EXAMPLES = ["minatar", "nethack", "rnd"]
 if sys.version_info < (3, 11):

@@ -42,7 +42,10 @@ BROKEN_OFF = [
 
 @pytest.mark.parametrize(
     ("flags", "who", "signum"),
-    [BROKEN_OFF[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in BROKEN_OFF[1:])],
+    [
+        BROKEN_OFF[0],
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in BROKEN_OFF[1:]),
+    ],
 )
 def test_nothing_is_left_of_tests_that_are_broken_off(tmp_path, flags, who, signum):
     started = tmp_path / "started"

@@ -13,7 +13,7 @@ from gymnasium import spaces
 import warpbeast
 from tests import test_warp
 from tests.programs import ROOT, load, main, read_logs, refusal, run
-from torchbeast import agents, machine, rollouts, seeds, warp
+from torchbeast import machine, policies, rollouts, seeds, warp
 from torchbeast.environment import map_structure
 from torchbeast.flags import parse_args
 
@@ -165,7 +165,7 @@ def make_rollouts(*args, env=None, num_envs=3):
     env = env or test_warp.make_leaving()
     flags.command, flags.batch_size = ["warpbeast", *argv], 3 * num_envs
     seeds.set_seed(3)
-    agent = agents.make_agent(flags, env)
+    agent = policies.make_agent(flags, env)
     acting = getattr(agent, "agents", dict.fromkeys(env.policies, agent))
     agent.net.eval()
     specs = warpbeast.first_steps(env, acting, flags)

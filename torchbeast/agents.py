@@ -1,138 +1,216 @@
-"""Makes the agent that --agent names; of several policies in one environment, an agent
-for each."""
+"""What all agents share: class Agent, and the flags that it reads.
 
-import contextlib
-import re
+An agent is a module with parser(), the flags of its network, loss and optimizer, and a
+subclass of Agent, which says what the network is, how it acts and what it learns.
+"""
 
-import torch
 from torch import nn
 
-from torchbeast import warp
+from torchbeast import distributions, encoders, normalization, rollouts
+from torchbeast.checkpoint import load_weights
 from torchbeast.environment import map_structure
-from torchbeast.flags import Parser, agent_parser, load_agent
-from torchbeast.process import BadInput, first_line
+from torchbeast.flags import number
+from torchbeast.normalization import NormalizedEncoder
+
+# What networks read of a step.
+READ = "observation", "reward", "done", "last_action"
 
 
-def make_agent(flags, env):
-    """Makes an agent of --agent for an environment.Environment; in WarpBeast, for
-    several policies, all of theirs as one. Raises BadInput if the network is larger
-    than the memory."""
-    module = load_agent(flags.agent)
-    try:
-        if hasattr(flags, "policy_flags") and len(env.policies) > 1:
-            return Policies(flags, env)
-        return module.Agent(flags, env.observation_space, env.action_space)
-    except (MemoryError, RuntimeError) as e:
-        if not re.search("allocate memory|out of memory", str(e)):
-            raise
-        message = f"the network for {env.name} is larger than the memory"
-        raise BadInput(f"{message}: {first_line(e)}") from e
+def add_network_flags(group, net):
+    """Adds the flags of Agent.make_encoder(). net: the default for images."""
+    encoders.add_flags(group, net)
+    normalization.add_observation_flag(group)
 
 
-class Policies:
-    """The agents of an environment's policies as one agent, for Learner and for tests.
+def add_reward_flags(group, clipping):
+    """Adds the flags of Agent.rewards(), and the discount. clipping: the default."""
+    # fmt: off
+    group.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
+                       metavar="GAMMA", help="discount of a step "
+                       "(default: %(default)s)")
+    group.add_argument("--reward_clipping", default=clipping,
+                       choices=("abs_one", "none"), help="clip the rewards that are "
+                       "learned from, never those that are reported "
+                       "(default: %(default)s)")
+    # fmt: on
 
-    Its rows are the N agents of E environments, environment by environment. learn()
-    takes {policy: batch of its own rows}, and returns statistics as policy/name.
 
-    agents: {policy: Agent}, each with flags of its own: --tagger.learning_rate
+def add_actor_critic_flags(group):
+    """Adds the costs of an actor-critic's losses, and what rewards it learns from."""
+    # fmt: off
+    group.add_argument("--entropy_cost", type=number(float, 0), default=0.01,
+                       metavar="X", help="weight of the entropy loss "
+                       "(default: %(default)s)")
+    group.add_argument("--baseline_cost", type=number(float, 0), default=0.5,
+                       metavar="X", help="weight of the value loss "
+                       "(default: %(default)s)")
+    # fmt: on
+    add_reward_flags(group, "abs_one")
+    normalization.add_reward_flag(group)
+
+
+class Agent:
+    """What a program needs of an agent. Everything is time-major: [T, B, ...].
+
+    A subclass defines make_net(), act(), make_optimizer() and learn().
+
+    net           what acts; its weights and buffers are handed to the actors. Every
+                  process that acts makes an agent of its own.
+    burn_in       K: rollouts begin K steps earlier, for the recurrent state alone.
+    optimizer     None, but for the agent that was told to start_learning().
+    step, updates agent steps and batches that were learned from.
+    learned       {name: what else is learned, with state_dict() and load_state_dict()},
+                  which a checkpoint has, too. start_learning() may add to it.
+    normalized_rewards
+                  normalization.NormalizedRewards, if a subclass makes one: core_state
+                  then is (the net's, that of the rewards).
     """
 
-    def __init__(self, flags, env):
-        self.slices = dict(env.policies)
-        self.num_agents, self.sizes = warp.num_agents(env), warp.policy_sizes(env)
-        self.frozen = flags.freeze
-        for name in (*flags.policy_flags, *flags.freeze):
-            check_policy(env, name)
-        make = load_agent(flags.agent).Agent
-        self.agents = {}
-        for name in self.slices:
-            with _naming(name):
-                own = self._flags(flags, name)
-                self.agents[name] = make(own, env.observation_space, env.action_space)
-        self.net = nn.ModuleDict({name: x.net for name, x in self.agents.items()})
+    numbers = "mlp"  # What observations that are numbers go through, one of NUMBERS.
+    burn_in = 0
 
-    def _flags(self, flags, name):
-        p = Parser(
-            prog=f"warpbeast: policy {name}", parents=[agent_parser(flags.agent)]
+    def __init__(self, flags, observation_space, action_space):
+        self.flags = flags
+        self.observation_space, self.action_space = observation_space, action_space
+        self.distribution = self.make_distribution(action_space)
+        self.net = self.normalized(self.make_net(observation_space, action_space))
+        self.normalized_rewards = None
+        self.optimizer = None
+        self.step = self.updates = 0
+        self.learned = {}
+
+    def make_distribution(self, action_space):
+        """Returns the distribution of actions (torchbeast/distributions.py)."""
+        return distributions.make(action_space)
+
+    def make_encoder(self, observation_space):
+        """Returns a module: observations [N, ...] to features [N, out_features]."""
+        flags, bfloat16 = self.flags, self.flags.precision == "bfloat16"
+        return encoders.make_encoder(
+            observation_space, flags.net, bfloat16, self.numbers, flags.hidden_sizes
         )
-        p.set_defaults(**vars(flags))
-        words = flags.policy_flags.get(name, [])
-        own, unknown = p.parse_known_args(words)
-        if unknown:
-            raise BadInput(f"{unknown[0]}: expected a flag of --agent {flags.agent}")
-        share = self.sizes[name] / self.num_agents
-        own.batch_size = round(flags.batch_size * share)
-        own.total_steps = max(1, round(flags.total_steps * share))
-        return own
+
+    def make_net(self, observation_space, action_space):
+        """Returns the module that acts. Its `encoder` is what observations that are
+        normalised go to."""
+        raise NotImplementedError
+
+    def normalized(self, net):
+        """Returns the network with its `encoder` replaced, where observations are
+        normalised. All networks of an agent have the same statistics."""
+        if self.flags.normalize_observations:
+            before = getattr(self, "net", None)
+            statistics = None if before is None else before.encoder.statistics
+            space = self.observation_space
+            net.encoder = NormalizedEncoder(space, net.encoder, statistics)
+        return net
 
     def initial_state(self, batch_size):
-        E = batch_size // self.num_agents
-        return {
-            name: agent.initial_state(E * self.sizes[name])
-            for name, agent in self.agents.items()
-        }
+        """Returns the core_state before a first step: a nest of tensors [., B, ...]."""
+        core_state = self.net.initial_state(batch_size)
+        if self.normalized_rewards is not None:
+            return core_state, self.normalized_rewards.initial_state(batch_size)
+        return core_state
 
     def act(self, step, core_state, greedy=False):
-        acts = {name: agent.act for name, agent in self.agents.items()}
-        return self._act(acts, step, core_state, greedy)
+        """Chooses an action for each step [1, B, ...].
+
+        Returns (outputs, core_state). outputs["action"] [1, B, ...] goes to the
+        environment; all outputs are in the batches that learn() gets.
+        """
+        raise NotImplementedError
 
     def act_in_test(self, step, core_state):
-        acts = {name: agent.act_in_test for name, agent in self.agents.items()}
-        return self._act(acts, step, core_state)
+        """As act(), where the agent is judged: in --mode test and for eval_return."""
+        return self.act(step, core_state)
 
-    def _act(self, acts, step, core_state, *args):
-        actions, core_states = [], {}
-        for name, act in acts.items():
-
-            def rows(x, part=self.slices[name]):
-                return x.unflatten(1, (-1, self.num_agents))[:, :, part].flatten(1, 2)
-
-            outputs, core_states[name] = act(
-                map_structure(rows, step), core_state[name], *args
-            )
-            E = step["reward"].shape[1] // self.num_agents
-            actions.append(
-                map_structure(lambda x, E=E: x.unflatten(1, (E, -1)), outputs["action"])
-            )
-        action = map_structure(lambda *xs: torch.cat(xs, 2).flatten(1, 2), *actions)
-        return {"action": action}, core_states
+    def unroll(self, step, core_state):
+        """Calls the net for steps [T, B, ...]. Returns (its outputs, core_state)."""
+        if self.normalized_rewards is None:
+            return self.net(step, core_state)
+        core_state, discounted_return = core_state
+        outputs, core_state = self.net(step, core_state)
+        returns = self.normalized_rewards.returns(step, discounted_return)
+        return outputs, (core_state, returns[-1:])
 
     def start_learning(self, device):
-        for name, agent in self.agents.items():
-            if agent.flags.compile:
-                agent.net.compile()
-            with _naming(name):
-                agent.start_learning(device)
+        """Makes what only the learner has. The net is on the device already."""
+        self.optimizer = self.make_optimizer()
+        if self.normalized_rewards is not None:
+            self.learned["normalized_rewards"] = self.normalized_rewards.to(device)
 
-    def learn(self, batches):
-        return {
-            f"{policy}/{name}": x
-            for policy, agent in self.agents.items()
-            if policy not in self.frozen
-            for name, x in agent.learn(batches[policy]).items()
-        }
+    def make_optimizer(self):
+        raise NotImplementedError
+
+    def learn(self, batch):
+        """Learns from one batch [K + T + 1, B, ...]. Returns what is logged: {name:
+        tensor [] or number}; the first one is shown."""
+        raise NotImplementedError
+
+    def count(self):
+        """Counts a batch that was learned from."""
+        self.step += self.flags.unroll_length * self.flags.batch_size
+        self.updates += 1
+
+    def fraction_left(self):
+        """The part of --total_steps that is still to come, for schedules."""
+        return max(0, 1 - self.step / self.flags.total_steps)
+
+    def set_learning_rate(self, learning_rate):
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def rewards(self, batch):
+        """Returns the rewards [T, B] that are learned from. Index t is of the action
+        taken on step t."""
+        rewards = batch["reward"][1:]
+        if self.normalized_rewards is not None:
+            return self.normalized_rewards(rewards)
+        if self.flags.reward_clipping == "abs_one":
+            rewards = rewards.clamp(-1, 1)
+        return rewards
+
+    def update_statistics(self, batch):
+        """Takes the batch into the statistics that observations and rewards are
+        normalised by."""
+        if self.flags.normalize_observations:
+            new = rollouts.new(batch)
+            observation = map_structure(lambda x: x[new], batch["observation"])
+            self.net.encoder.update(observation)
+        if self.normalized_rewards is not None:
+            self.normalized_rewards.update(batch, batch["core_state"][1])
 
     def state_dict(self):
-        return {name: agent.state_dict() for name, agent in self.agents.items()}
+        """Returns all that a checkpoint needs, in types that torch.load(weights_only)
+        reads."""
+        return {
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "updates": self.updates,
+            **{name: x.state_dict() for name, x in self.learned.items()},
+        }
 
     def load_state_dict(self, state):
-        for name, agent in self.agents.items():
-            agent.load_state_dict(state[name])
+        """Takes the net's weights, and the rest if it learns. Raises KeyError if
+        something is missing."""
+        load_weights(self.net, state["model"])
+        if self.optimizer is None:
+            return
+        load_optimizer(self.optimizer, state["optimizer"])
+        for name, x in self.learned.items():
+            load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
+            load(x, state[name])
+        self.step, self.updates = state["step"], state["updates"]
 
 
-@contextlib.contextmanager
-def _naming(policy):
-    """A context in which BadInput gets a policy's name."""
-    try:
-        yield
-    except BadInput as e:
-        raise BadInput(f"policy {policy}: {e}") from e
-
-
-def check_policy(env, name):
-    """Raises BadInput if the environment has no policy of this name."""
-    if name not in env.policies:
-        raise BadInput(
-            f"{env.name} has no policy {name!r}, it has {', '.join(env.policies)}"
-        )
+def load_optimizer(optimizer, state):
+    """Loads an optimizer's state, but not its options: this command's flags count, not
+    those that the checkpoint was made with."""
+    options = [
+        {name: x for name, x in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, group_options in zip(optimizer.param_groups, options):
+        group.update(group_options)

@@ -41,6 +41,8 @@ def make_encoder(
     hidden_sizes: of its layers, if not their own
     """
     sizes = {} if hidden_sizes is None else {"hidden_sizes": hidden_sizes}
+    if numbers == "flat":  # It has no layers.
+        sizes = {}
     of_numbers = functools.partial(NUMBERS[numbers], **sizes)
     encoder = _make_encoder(space, "observation", net, bfloat16, of_numbers)
     initialize(encoder)

@@ -14,8 +14,8 @@ import torch
 import torch.multiprocessing as mp
 
 from torchbeast import calls, play
-from torchbeast.agents import make_agent
 from torchbeast.checkpoint import from_bytes, to_bytes
+from torchbeast.policies import make_agent
 from torchbeast.process import (
     end_group,
     kill_group,

@@ -19,10 +19,13 @@ EPSILON = 1e-8  # Of a variance.
 LARGEST = 1e100  # Its square is a number.
 
 
-def add_flags(group):
+def add_observation_flag(group):
     group.add_argument("--normalize_observations", action="store_true",
                        help="subtract the running mean of observations that are "
                        "numbers, and divide by their standard deviation")  # fmt: skip
+
+
+def add_reward_flag(group):
     group.add_argument("--normalize_rewards", action="store_true",
                        help="divide rewards by the running standard deviation of the "
                        "discounted return, instead of --reward_clipping")  # fmt: skip
@@ -72,15 +75,20 @@ def sum_of_ranks(x):
 
 class NormalizedEncoder(nn.Module):
     """An encoder of normalised observations. Images, choices and bytes stay as they
-    are."""
+    are.
 
-    def __init__(self, space, encoder):
+    statistics: another one's, to share.
+    """
+
+    def __init__(self, space, encoder, statistics=None):
         super().__init__()
         self.encoder = encoder
         self.out_features = encoder.out_features
         self._space = space
-        parts = [RunningStatistics(part.shape) for part in self._numbers(space)]
-        self.statistics = nn.ModuleList(parts)
+        if statistics is None:
+            parts = self._numbers(space)
+            statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
+        self.statistics = statistics
 
     def forward(self, observation):
         statistics = iter(self.statistics)

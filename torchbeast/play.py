@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from torchbeast import checkpoint, run, seeds
-from torchbeast.agents import make_agent
 from torchbeast.calls import create
 from torchbeast.environment import first_step, map_structure
 from torchbeast.files import write_atomically
+from torchbeast.policies import make_agent
 from torchbeast.process import BadInput, log
 
 

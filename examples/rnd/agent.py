@@ -55,6 +55,7 @@ class Agent(polybeast.Agent):
         super().start_learning(device)
         parameters = self.novelty.to(device).predictor.parameters()
         self.adam = torch.optim.Adam(parameters, self.flags.predictor_learning_rate)
+        self.learned.update(novelty=self.novelty, adam=self.adam)
 
     def learn(self, batch):
         real = rollouts.real(batch)  # [T, B]
@@ -74,13 +75,3 @@ class Agent(polybeast.Agent):
 
     def rewards(self, batch):
         return super().rewards(batch) + self.flags.bonus_weight * batch["bonus"]
-
-    def state_dict(self):
-        state = {"novelty": self.novelty.state_dict(), "adam": self.adam.state_dict()}
-        return {**super().state_dict(), **state}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        if self.optimizer is not None:  # In a test nothing is learned.
-            self.novelty.load_state_dict(state["novelty"])
-            self.adam.load_state_dict(state["adam"])

@@ -1,0 +1,62 @@
+"""What the networks of agents are made of: an encoder, memory, and heads."""
+
+import torch
+from torch import nn
+
+from torchbeast import distributions
+from torchbeast.encoders import LSTM
+from torchbeast.environment import map_structure
+
+
+class Network(nn.Module):
+    """An encoder, an LSTM if one is wanted, and the heads that make_heads() makes and
+    heads() evaluates: a subclass has these two.
+
+    forward(step, core_state) takes a dict of tensors [T, B, ...] (torchbeast/
+    environment.py lists the fields of a step) and returns ({name: tensor [T, B, ...]},
+    core_state). core_state is a tuple of tensors [1, B, hidden], () without an LSTM.
+
+    encoder:  a module, observations [N, ...] -> [N, encoder.out_features]
+    feedback: the heads, or the LSTM, read the last action, one-hot, and the last
+              reward, clipped to +-1 (IMPALA, arXiv 1802.01561, figure 3)
+    """
+
+    def __init__(self, encoder, action_space, use_lstm=False, feedback=True):
+        super().__init__()
+        self.distribution = distributions.make(action_space)
+        self.encoder = encoder
+        self.feedback = feedback
+        num_features = encoder.out_features
+        if feedback:
+            num_features += self.distribution.num_features + 1
+        self.core = None
+        if use_lstm:
+            self.core = LSTM(num_features)
+            num_features = self.core.hidden_size
+        self.make_heads(num_features)
+
+    def make_heads(self, num_features):
+        raise NotImplementedError
+
+    def heads(self, x):
+        """Returns the outputs {name: tensor [N, ...]} for features x [N, F]."""
+        raise NotImplementedError
+
+    def initial_state(self, batch_size):
+        """Returns the core_state before a first step."""
+        return () if self.core is None else self.core.initial_state(batch_size)
+
+    def forward(self, step, core_state=()):
+        T, B = step["reward"].shape
+        observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
+        x = self.encoder(observation)  # [T * B, F]
+        if self.feedback:
+            last_action = self.distribution.features(step["last_action"]).flatten(0, 1)
+            last_reward = step["reward"].clamp(-1, 1).reshape(T * B, 1)
+            x = torch.cat([x, last_action, last_reward], dim=1)
+        if self.core is not None:
+            x = x.view(T, B, -1)
+            x, core_state = self.core.unroll(x, step["done"], core_state)
+            x = x.flatten(0, 1)
+        outputs = {name: y.unflatten(0, (T, B)) for name, y in self.heads(x).items()}
+        return outputs, core_state
