@@ -267,6 +267,7 @@ def inference(batcher, agent, weights, device):
     A batch's inputs are (step, core_state), [1, n, ...]; its outputs what is to be
     learned from, and the next core_state. The weights do not change within a batch.
     """
+    agent.net.eval().to(device, memory_format=torch.channels_last)
     version = None
     for batch in batcher:
         version = weights.fetch(agent.net, version)
@@ -307,126 +308,98 @@ def train(flags):
     # reads the variable when it is loaded, which the import below does.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:  # Not at the top: testing needs no C++.
-        from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
+        import libtorchbeast as core
     except ImportError as e:
         raise BadInput(str(e)) from e
     set_defaults(flags)
-    addresses = streams.addresses(flags)  # None: servers of its own.
-    listen = streams.listen_address(flags)
-    dials = addresses is not None or not listen
-    pem = tls.load(flags, *["client"] * dials, *["server"] * bool(listen))
-    num_streams = flags.num_servers if addresses is None else len(addresses)
-    streams.check_open_files(flags, num_streams)
+    sources = streams.Sources(flags)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
     actor_device = devices.get_device(flags, "actor_device")
+    create_env = polybeast_env.create_env
     # Two environments show what steps look like.
-    env, step = probe(polybeast_env.create_env, flags, min(2, flags.envs_per_server))
+    env, step = probe(create_env, flags, min(2, flags.envs_per_server))
     devices.choose_precision(flags, env.observation_space)
-
     agent = make_agent(flags, env)
-    specs = rollouts.specs(agent, step, flags)
-    streams.check_sizes(flags, step, specs, env.num_agents)
+    streams.check_sizes(flags, step, rollouts.specs(agent, step, flags), env.num_agents)
     run = Run(flags, env.frames_per_step, env.num_agents)
     run.open()
     weights = PublishedWeights(agent.net, actor_device)
-    learner = Learner(flags, run, agent, weights, device, polybeast_env.create_env)
-    servers = Servers(polybeast_env.create_env)
-    if flags.insecure:
-        log.warning(tls.INSECURE)
+    learner = Learner(flags, run, agent, weights, device, create_env)
+    servers = Servers(create_env)
 
-    def train_with_servers(signals):
+    def body(signals):
         signals.on_second = servers.kill
-        # One batch waits while another is learned from; no more, for the policy's
-        # sake.
-        learner_queue = BatchingQueue(
-            batch_dim=1,
-            minimum_batch_size=learner.batch_size,
-            maximum_batch_size=learner.batch_size,
-            maximum_queue_size=learner.batch_size,
-            pin_memory=device.type == "cuda",
-        )
-        inference_batcher = DynamicBatcher(
-            batch_dim=1,
-            maximum_batch_size=MAX_ENVS,
-            pin_memory=actor_device.type == "cuda",
-        )
-        actors = ActorPool(
-            flags.unroll_length,
-            learner_queue,
-            inference_batcher,
-            servers.start_here(flags) if addresses is None else addresses,
-            agent.initial_state(1),
-            observation_space=str(env.observation_space),
-            action_space=str(env.action_space),
-            # The episodes of a resumed run are not those of its first session.
-            seed=seeds.derive_seed(flags.seed, run.step, ranks.current.rank),
-            connect_timeout_s=flags.connect_timeout_seconds,
-            max_rollouts=learner.rollouts_left,
-            **pem,
-            step=map_structure(torch.as_tensor, step),
-            listen=listen,
-            max_streams=flags.max_streams,
-            welcome_timeout_s=flags.env_timeout_seconds,
-            burn_in=rollouts.burn_in(agent),
-            one_episode=flags.one_episode_rollouts,
-        )
-        where = f"learner on {device}, inference on {actor_device}"
-        if listen:
-            where += f", hosts may dial {listen}"
-        log.info(
-            f"{flags.env}: {num_streams} streams, {where}, {flags.precision}; "
-            f"results in {run.path}"
-        )
-        log.info(summary(agent.net, env.texts))
+        train_with_streams(core, flags, sources, servers, env, step, learner, signals)
 
-        def act():
-            try:
-                actors.run()
-            except RuntimeError as e:
-                raise Stop(str(e), save=False) from e
+    return learner.train(body, servers)
 
-        def infer():
+
+def train_with_streams(core, flags, sources, servers, env, step, learner, signals):
+    """Starts the streams, inference and learning, each in threads of its own; waits for
+    a signal or the last step; ends them all. Raises what went wrong in any of them.
+
+    core: the module libtorchbeast. step: a first one, which shows dtypes and shapes.
+    """
+    actor_device = learner.weights.device
+    # One batch waits while another is learned from; no more, to limit policy lag.
+    learner_queue = core.BatchingQueue(
+        batch_dim=1,
+        minimum_batch_size=learner.batch_size,
+        maximum_batch_size=learner.batch_size,
+        maximum_queue_size=learner.batch_size,
+        pin_memory=learner.device.type == "cuda",
+    )
+    inference_batcher = core.DynamicBatcher(
+        batch_dim=1,
+        maximum_batch_size=MAX_ENVS,
+        pin_memory=actor_device.type == "cuda",
+    )
+    actors = core.ActorPool(
+        flags.unroll_length,
+        learner_queue,
+        inference_batcher,
+        sources.start(servers),
+        learner.agent.initial_state(1),
+        observation_space=str(env.observation_space),
+        action_space=str(env.action_space),
+        # The episodes of a resumed run are not those of its first session.
+        seed=seeds.derive_seed(flags.seed, learner.run.step, ranks.current.rank),
+        max_rollouts=learner.rollouts_left,
+        step=map_structure(torch.as_tensor, step),
+        burn_in=rollouts.burn_in(learner.agent),
+        one_episode=flags.one_episode_rollouts,
+        **sources.options,
+    )
+    where = f"learner on {learner.device}, inference on {actor_device}"
+    results = f"results in {learner.run.path}"
+    log.info(f"{flags.env}: {sources}, {where}, {flags.precision}; {results}")
+    log.info(summary(learner.agent.net, env.texts))
+
+    def infer():
+        with devices.own_stream(actor_device):
             actor = make_agent(flags, env)
-            actor.net.eval().to(actor_device, memory_format=torch.channels_last)
-            with devices.own_stream(actor_device):
-                inference(inference_batcher, actor, weights, actor_device)
+            inference(inference_batcher, actor, learner.weights, actor_device)
 
-        def learn():
-            learning(learner_queue, learner, lock, threads.stop)
+    def learn():
+        learning(learner_queue, learner, lock, threads.stop)
 
-        def watch():
-            rollouts_of = {s["address"]: s["rollouts"] for s in actors.status()}
-            servers.restart_ended(rollouts_of)
-            watched_streams.check()
+    def end():
+        actors.stop()
+        inference_batcher.close()
+        learner_queue.close(discard=True)
 
-        def end():
-            actors.stop()
-            inference_batcher.close()
-            learner_queue.close(discard=True)
-
-        threads = Threads()
-        lock = threading.Lock()  # One thread updates the weights.
-        watched_streams = streams.Streams(actors, flags, env.name)
-        ranks.current.describe = watched_streams.describe
-        threads.add("actors", act)
-        for i in range(flags.num_inference_threads):
-            threads.add(f"inference-{i}", infer)
-        for i in range(flags.num_learner_threads):
-            threads.add(f"learner-{i}", learn, num_learner_cores(learner))
-        updates_before = learner.updates
-        learner.start(
-            actors.stage_seconds,
-            lambda: streams.decode_metrics(actors.take_metrics()),
-        )
-        try:
-            threads.run(signals, end, watch)
-        finally:
-            learned = learner.updates - updates_before
-            watched_streams.report(learned * learner.batch_size)
-
-    return learner.train(train_with_servers, servers)
+    threads, lock = Threads(), threading.Lock()  # One thread updates the weights.
+    threads.add("actors", lambda: streams.run(actors))
+    for i in range(flags.num_inference_threads):
+        threads.add(f"inference-{i}", infer)
+    for i in range(flags.num_learner_threads):
+        threads.add(f"learner-{i}", learn, num_learner_cores(learner))
+    watched = streams.Streams(actors, flags, env.name, servers)
+    learner.start(actors.stage_seconds, watched.take_metrics)
+    with watched.reporting(learner):
+        threads.run(signals, end, watched.check)
 
 
 def num_learner_cores(learner):

@@ -3,6 +3,7 @@ servers' addresses, and logs which streams fail and come back.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -161,9 +162,57 @@ def listen_address(flags):
     return address
 
 
+class Sources:
+    """Where streams come from: servers at addresses, hosts that dial in, or servers of
+    this program's own. Raises BadInput if the flags do not allow that.
+
+    options: the arguments of ActorPool that follow from the flags.
+    """
+
+    def __init__(self, flags):
+        self._flags = flags
+        self._addresses = addresses(flags)  # None: servers of its own.
+        listen = listen_address(flags)
+        dials = self._addresses is not None or not listen
+        pem = tls.load(flags, *["client"] * dials, *["server"] * bool(listen))
+        own = self._addresses is None
+        self._num_streams = flags.num_servers if own else len(self._addresses)
+        check_open_files(flags, self._num_streams)
+        self.options = dict(
+            connect_timeout_s=flags.connect_timeout_seconds,
+            listen=listen,
+            max_streams=flags.max_streams,
+            welcome_timeout_s=flags.env_timeout_seconds,
+            **pem,
+        )
+
+    def __str__(self):
+        text = f"{self._num_streams} streams"
+        listen = self.options["listen"]
+        return f"{text}, hosts may dial {listen}" if listen else text
+
+    def start(self, servers):
+        """Returns the addresses that the learner dials. Starts the program's own
+        servers, if it has any."""
+        if self._flags.insecure:
+            log.warning(tls.INSECURE)
+        if self._addresses is None:
+            return servers.start_here(self._flags)
+        return self._addresses
+
+
+def run(actors):
+    """Runs the streams of an ActorPool until they are stopped. Raises Stop if they
+    cannot go on."""
+    try:
+        actors.run()
+    except RuntimeError as e:
+        raise Stop(str(e), save=False) from e
+
+
 class Streams:
-    """Watches the streams of an ActorPool. check() has to be called several times a
-    second.
+    """Watches the streams of an ActorPool, and the program's own servers. check() has
+    to be called several times a second.
 
     With --server_addresses @FILE, the pool gets the addresses that are written into the
     file, as often as they stand there, and loses those that are taken out. Nothing
@@ -172,8 +221,9 @@ class Streams:
     for.
     """
 
-    def __init__(self, actors, flags, environment):
+    def __init__(self, actors, flags, environment, servers=None):
         self._actors = actors
+        self._servers = servers
         self._flags = flags
         self._environments = [environment]  # And those that were warned of.
         text = flags.server_addresses or ""
@@ -190,6 +240,8 @@ class Streams:
             self._follow_file()
         now = time.monotonic()
         status = self._actors.status()
+        if self._servers is not None:
+            self._servers.restart_ended({s["address"]: s["rollouts"] for s in status})
         self._check_environments(status)
         status = [s for s in status if not s["dialed_in"]]
         if status and self._actors.rollouts()["delivered"] == 0:
@@ -236,6 +288,22 @@ class Streams:
         if not status:
             return "no host has dialed in"
         return f"{running} of {len(status)} streams are connected"
+
+    def take_metrics(self):
+        """Returns the episodes' metrics since the last call."""
+        return decode_metrics(self._actors.take_metrics())
+
+    @contextlib.contextmanager
+    def reporting(self, learner):
+        """A context for a learner's work. Other ranks are told why it has no rollouts;
+        at its end is logged what became of all rollouts."""
+        ranks.current.describe = self.describe
+        updates_before = learner.updates
+        try:
+            yield
+        finally:
+            updates = learner.updates - updates_before
+            self.report(updates * learner.batch_size)
 
     def report(self, learned):
         """Logs what became of all rollouts, and that `learned` of them were learned
