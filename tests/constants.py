@@ -1,5 +1,5 @@
-"""A program in which constants of modules have other values, so that a test does not wait
-as long as a user would.
+"""A program in which constants of modules have other values, so that a test does not
+wait as long as a user would.
 
 python -m tests.constants torchbeast.ranks.VOTE_TIMEOUT_S=15 monobeast [flags]
 """
