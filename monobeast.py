@@ -36,7 +36,7 @@ from torchbeast.actors import (
 )
 from torchbeast.calls import create
 from torchbeast.encoders import summary
-from torchbeast.environment import first_step, map_structure, probe
+from torchbeast.environment import map_structure, probe
 from torchbeast.flags import (
     Parser,
     agent_parser,
@@ -240,7 +240,7 @@ def act(flags, seed, buffers, weights, orders):
     """Runs an actor process: fills the buffers that are ordered (torchbeast/actors.py)
     until the learner wants no more."""
     torch.manual_seed(seed)
-    env = create(polybeast_env.create_env, flags, flags.envs_per_actor)
+    env = create(polybeast_env.create_env, flags, flags.envs_per_actor, seed=seed)
     try:
         actor = Actor(flags, env, make_agent(flags, env), seed)
         actor.agent.net.eval()
@@ -301,11 +301,8 @@ def train(flags):
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
     create_env = polybeast_env.create_env
-    if flags.num_actors > 0:  # Two show what steps look like.
-        env, step = probe(create_env, flags, min(2, flags.envs_per_actor))
-    else:
-        env = create(create_env, flags, flags.envs_per_actor)
-        step = first_step(env)
+    # Two environments show what steps look like.
+    env, step = probe(create_env, flags, min(2, flags.envs_per_actor))
     set_num_buffers(flags, env.num_agents)
     devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)
@@ -319,6 +316,8 @@ def train(flags):
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
     # The episodes of a resumed run are not those of its first session again.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
+    if flags.num_actors == 0:
+        env = create(create_env, flags, flags.envs_per_actor, seed=seed)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
     log.info(
         f"{flags.env}: {actors}, learner on {device}, {flags.precision}; "

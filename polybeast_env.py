@@ -59,11 +59,13 @@ def environment_parser() -> argparse.ArgumentParser:
     return p
 
 
-def create_env(flags, num_envs, render_mode=None):
+def create_env(flags, num_envs, render_mode=None, seed=None):
     """Makes num_envs environments that step together. To use another environment, edit
     this function.
 
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
+    seed: of these environments alone; reset() gets it, too. It is for those that are
+        seeded when they are made, such as EnvPool's.
     """
     if is_warp(flags.env):
         if render_mode == "human":
@@ -93,7 +95,7 @@ def create_env(flags, num_envs, render_mode=None):
             env = atari_wrappers.make_vector(flags.env, num_envs, **options)
     else:
         args = dict(flags.env_args)
-        env = environment.make(flags.env, num_envs, render_mode, **args)
+        env = environment.make(flags.env, num_envs, render_mode, seed, **args)
     return environment.Environment(env)
 
 

@@ -105,15 +105,15 @@ def test_module_that_does_not_exist_is_named():
 
 def test_environment_is_made_with_a_render_mode_only_if_asked_to():
     # Counter has no argument render_mode.
-    first, second = environment.make("torchbeast/Counter-v0", num_envs=2)
+    first, second = environment.make("torchbeast/Counter-v0", 2)
     assert first.render_mode is None and first is not second
     np.testing.assert_array_equal(first.reset()[0], [0, 0, 0])
-    [env] = environment.make("CartPole-v1", render_mode="rgb_array")
+    [env] = environment.make("CartPole-v1", 1, "rgb_array")
     assert env.render_mode == "rgb_array"
 
 
 @pytest.mark.filterwarnings("ignore:.*out of date")
 def test_vector_environment_that_an_id_has_of_its_own_is_used():
-    env = Environment(environment.make("CartPole-v0", num_envs=3))
+    env = Environment(environment.make("CartPole-v0", 3))
     assert isinstance(env.env, Vector) and env.num_envs == 3
     assert env.env.env.unwrapped.max_episode_steps == 200  # As registered.

@@ -462,7 +462,7 @@ def test_bad_input_is_one_line_and_exit_code_2(savedir, flags, words):
 def test_create_env_that_makes_another_number_is_told_so(savedir, monkeypatch):
     create_env = polybeast_env.create_env
     monkeypatch.setattr(
-        polybeast_env, "create_env", lambda flags, n: create_env(flags, 1)
+        polybeast_env, "create_env", lambda flags, *_: create_env(flags, 1)
     )
     line = refusal(*small_run(savedir))
     assert "made 1 environments, expected num_envs = 2" in line

@@ -126,6 +126,8 @@ def _actor_process(act, flags, seed, buffers, weights, connection):
     calls.watch(flags.env, flags.env_timeout_seconds, orders.send)
     try:
         act(flags, seed, buffers, weights, orders)
+    except BadInput as e:
+        orders.send(e)
     except BaseException as e:  # sys.exit() in an agent, too.
         text = traceback.format_exc()
         orders.send(text if hasattr(e, "of_environment") else Mistake(text))
@@ -180,7 +182,7 @@ class Orders:
 
     def send(self, message):
         """Sends ([(index, version of the weights)], metrics of episodes), or why this
-        process ends: a text, or a Mistake."""
+        process ends: a text, a Mistake, or a BadInput."""
         with contextlib.suppress(OSError):  # The learner is gone, which ends this.
             self._connection.send(message)
 
@@ -301,6 +303,8 @@ class ActorProcesses:
                 self._hand_out()
             for item in items:
                 self.full_queue.put(item)
+        elif isinstance(message, BadInput):
+            raise Stop(str(message), exit_code=2)
         elif isinstance(message, Mistake):
             raise Stop(f"actor {actor.index} cannot go on:\n{message.rstrip()}")
         elif not self._stopping:

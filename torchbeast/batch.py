@@ -262,8 +262,9 @@ class Vector:
         return result
 
     def render(self):
-        frame = self.env.render()
-        return frame[0] if isinstance(frame, (tuple, list)) else frame
+        frames = self.env.render()
+        several = isinstance(frames, (tuple, list)) or getattr(frames, "ndim", 0) == 4
+        return frames[0] if several else frames
 
     def close(self):
         self.env.close()

@@ -78,11 +78,11 @@ def watch(name: str, timeout_s: float, tell):
     threading.Thread(target=check, daemon=True, name="watch").start()
 
 
-def create(create_env, flags, num_envs, *args):
+def create(create_env, flags, num_envs, render_mode=None, seed=None):
     """Calls create_env(). Raises BadInput if it makes another number of
     environments."""
     with Call(f"create_env() of --env {flags.env}"):
-        env = create_env(flags, num_envs, *args)
+        env = create_env(flags, num_envs, render_mode, seed)
     if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
             f"create_env() made {env.num_envs} environments, expected num_envs = "

@@ -29,14 +29,17 @@ import ast
 import contextlib
 import difflib
 import importlib
+import inspect
 import math
 import os
 import re
 import time
+import traceback
 from multiprocessing.process import ORIGINAL_DIR
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
 from torchbeast.batch import Batch, Vector
@@ -87,14 +90,17 @@ def argument(text):
     return name, value
 
 
-def make(env_id: str, num_envs: int = 1, render_mode: str | None = None, **kwargs):
+def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
     """Makes what Environment takes: a list of num_envs Gymnasium environments, or the
     vector environment that env_id has of its own.
 
-    Raises BadInput, one line with close matches, if there is no such environment, or if
-    it needs a package that is not there.
+    render_mode, seed: given to constructors only where they are set: the seed to a
+        vector environment that has such an argument.
+    kwargs: given to the constructor.
+
+    Raises BadInput, one line with close matches, if there is no such environment, if it
+    needs a package that is not there, or if it cannot be made with these arguments.
     """
-    # Not every environment has the argument.
     if render_mode:
         kwargs["render_mode"] = render_mode
     module, _, name = env_id.rpartition(":")
@@ -104,20 +110,41 @@ def make(env_id: str, num_envs: int = 1, render_mode: str | None = None, **kwarg
         if module:
             importlib.import_module(module)
         spec = gymnasium.spec(name)
-        if spec.vector_entry_point and num_envs > 1 and not spec.additional_wrappers:
-            mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
-            return gymnasium.make_vec(name, num_envs, mode, **kwargs)
+        vector = spec.vector_entry_point and (num_envs > 1 or spec.entry_point is None)
+        if vector and not spec.additional_wrappers:
+            with Call(f"the constructor of {name}"):
+                return _make_vector(spec, num_envs, seed, kwargs)
         return list(_make(name, num_envs, kwargs))
     except TypeError as e:
-        if not kwargs:
-            raise
         what = "shown" if "render_mode" in str(e) else "made"
-        raise BadInput(f"environment {env_id!r} cannot be {what}: {e}") from e
+        file, line, *_ = traceback.extract_tb(e.__traceback__)[-1]
+        text = f"environment {env_id!r} cannot be {what}: {e} ({file}:{line})"
+        if "argument" in text:
+            text += ": its constructor takes --env_args NAME=VALUE"
+        raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
             raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
         reason = " ".join(str(e).split())
         raise BadInput(f"environment {env_id!r} cannot be made: {reason}") from e
+
+
+def _make_vector(spec, num_envs, seed, kwargs):
+    """Makes the vector environment of a spec. (gymnasium.make_vec() would write over
+    EnvPool's own spec, from which that takes its spaces.)"""
+    entry_point = spec.vector_entry_point
+    if not callable(entry_point):
+        entry_point = load_env_creator(entry_point)
+    kwargs = {**spec.kwargs, **kwargs}
+    if spec.max_episode_steps is not None:
+        kwargs.setdefault("max_episode_steps", spec.max_episode_steps)
+    with contextlib.suppress(ValueError):  # Of a function in C.
+        if seed is not None and "seed" in inspect.signature(entry_point).parameters:
+            kwargs.setdefault("seed", seed)
+    env = entry_point(num_envs=num_envs, **kwargs)
+    if getattr(env.unwrapped, "spec", None) is None:
+        env.unwrapped.spec = spec
+    return env
 
 
 def _make(name, num_envs, kwargs):
@@ -126,8 +153,17 @@ def _make(name, num_envs, kwargs):
         if time.monotonic() - logged_at > LOG_EVERY_S:
             logged_at = time.monotonic()
             log.info("%s: %d of %d environments are made", name, i, num_envs)
-        with Call(f"the constructor of {name}"):
-            env = gymnasium.make(name, disable_env_checker=True, **kwargs)
+        try:
+            with Call(f"the constructor of {name}"):
+                env = gymnasium.make(name, disable_env_checker=True, **kwargs)
+        except Exception as e:
+            if i == 0 or not re.search(r"\b(instances?|process(es)?)\b", str(e)):
+                raise
+            raise BadInput(
+                f"environment {name} cannot be made twice in a process: use "
+                "--envs_per_actor 1 (MonoBeast) or --envs_per_server 1 (PolyBeast): "
+                f"{first_line(e)}"
+            ) from e
         yield env
 
 

@@ -124,7 +124,7 @@ def _evaluate(create_env, flags, connection):
         flags = copy.copy(flags)
         flags.seed = derive_seed(flags.seed, flags.eval_interval_steps)
         torch.manual_seed(flags.seed)
-        env = calls.create(create_env, flags, 1)
+        env = calls.create(create_env, flags, 1, seed=flags.seed)
         agent = make_agent(flags, env)
         agent.net.eval()
         while True:

@@ -23,7 +23,7 @@ def test(flags, create_env):
     mode = render_mode(flags)
     path = run.checkpoint_path(flags)
     flags.seed = seeds.set_seed(flags.seed)
-    env = create(create_env, flags, 1, mode)
+    env = create(create_env, flags, 1, mode, flags.seed)
     saved = checkpoint.read(path, flags)
     agent = make_agent(flags, env)
     agent.net.eval()

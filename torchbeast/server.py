@@ -130,9 +130,10 @@ def converse(create_env, flags, requests, peer):
             )
         log.info("%s: connected", peer)
         stats = Statistics(peer)
-        env = calls.create(create_env, flags, flags.envs_per_server)
         seeds = [hello.seed, hello.stream, hello.connection, flags.seed or 0]
-        step = env.initial(derive_seed(*map(abs, seeds)))
+        seed = derive_seed(*map(abs, seeds))
+        env = calls.create(create_env, flags, flags.envs_per_server, seed=seed)
+        step = env.initial(seed)
         welcome = pb.Response(welcome=make_welcome(env, step))
         # Serialised messages one after the other are one message.
         yield welcome.SerializeToString() + encode_step(step)

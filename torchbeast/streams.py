@@ -38,6 +38,9 @@ FILES_PER_STREAM = 8
 MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
 MAX_CHANGES = 10  # Changes of the file that are logged one by one.
 MAX_ERROR_CHARACTERS = 1000
+BAD_INPUT = (
+    f"{BadInput.__module__}.{BadInput.__name__}: "  # Of a traceback's last line.
+)
 QUIET_S = 10  # At most one line per failing stream in this time.
 
 
@@ -235,7 +238,7 @@ class Streams:
 
     def check(self):
         """Follows the file, and logs which streams are lost or back. Raises Stop if all
-        have always failed."""
+        have always failed, or if an own server cannot serve the environment."""
         if self._path is not None:
             self._follow_file()
         now = time.monotonic()
@@ -244,6 +247,10 @@ class Streams:
             self._servers.restart_ended({s["address"]: s["rollouts"] for s in status})
         self._check_environments(status)
         status = [s for s in status if not s["dialed_in"]]
+        if self._flags.server_addresses is None:
+            for line in (last_line(s["last_error"]) for s in status):
+                if line.startswith(BAD_INPUT):
+                    raise Stop(line.removeprefix(BAD_INPUT), exit_code=2)
         if status and self._actors.rollouts()["delivered"] == 0:
             self._check_first(status)
         if self._guests is not None:

@@ -1,0 +1,150 @@
+"""EnvPool's environments: the package's own where it is installed, and one with the
+same attributes."""
+
+import types
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+import polybeast_env
+from tests import faulty_envs
+from torchbeast import server
+from torchbeast import torchbeast_pb2 as pb
+from torchbeast.environment import Environment, make
+from torchbeast.protocol import PROTOCOL_VERSION
+from torchbeast.seeds import derive_seed
+
+
+class FakePool(VectorEnv):
+    """Has what EnvPool 1.2.5 has: a spec without id, from which it takes its spaces; a
+    seed that counts when it is made, not at reset(); next-step autoreset."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    single_observation_space = property(lambda self: self.spec.observation_space)
+    single_action_space = property(lambda self: self.spec.action_space)
+
+    def __init__(self, num_envs, seed=42, render_mode=None):
+        space = spaces.Box(-1, 1, (4,), np.float32)
+        actions = spaces.Discrete(2)
+        self.spec = types.SimpleNamespace(observation_space=space, action_space=actions)
+        self.num_envs, self.render_mode = num_envs, render_mode
+        self.rng = np.random.default_rng(seed)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = np.zeros(self.num_envs, int)
+        self.length = self.rng.integers(5, 30, self.num_envs)
+        return self.observation(), {"elapsed_step": self.t.copy()}
+
+    def step(self, actions):
+        begins = self.t == self.length
+        self.t = np.where(begins, 0, self.t + 1)
+        rewards = np.where(begins, 0, 1).astype(np.float32)
+        info = {"elapsed_step": self.t.copy(), "env_id": np.arange(self.num_envs)}
+        last = self.t == self.length
+        return self.observation(), rewards, last, np.zeros_like(last), info
+
+    def observation(self):
+        return self.rng.uniform(-1, 1, (self.num_envs, 4)).astype(np.float32)
+
+    def render(self):
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+
+def real_pool(num_envs, seed=42, render_mode=None):
+    envpool = pytest.importorskip("envpool")
+    return envpool.make_gymnasium(
+        "CartPole-v1",
+        num_envs=num_envs,
+        seed=seed,
+        num_threads=1,
+        render_mode=render_mode,
+    )
+
+
+@pytest.fixture(params=[FakePool, real_pool])
+def pool(request, monkeypatch):
+    """The id of an environment that is registered with a vector alone."""
+    spec = gymnasium.envs.registration.EnvSpec(
+        "Pool-v0", vector_entry_point=request.param
+    )
+    monkeypatch.setitem(gymnasium.registry, "Pool-v0", spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # EnvPool's, of its seeds and bounds.
+        yield "Pool-v0"
+
+
+def test_its_steps_are_those_of_one_episode_after_the_other(pool):
+    env = Environment(make(pool, 3, None, 5))
+    assert env.name.endswith("Pool")
+    step, length, ends = env.initial(1), np.zeros(3, int), 0
+    for t in range(200):
+        last = step["terminated"] | step["truncated"]
+        step = env.step(np.full(3, t % 2))
+        np.testing.assert_array_equal(step["done"], last)
+        np.testing.assert_array_equal(step["reward"], ~last)
+        length = np.where(last, 0, length + 1)
+        np.testing.assert_array_equal(step["episode_step"], length)
+        np.testing.assert_array_equal(step["episode_return"], length)
+        ends += last.sum()
+    assert ends > 10
+
+
+def test_the_first_observations_of_all_seeds_are_different(pool):
+    # EnvPool's i-th environment has seed + i.
+    observations = [
+        Environment(make(pool, 2, None, derive_seed(i))).initial()["observation"]
+        for i in range(4)
+    ]
+    assert len({x.tobytes() for x in np.concatenate(observations)}) == 8
+
+
+def test_a_single_one_is_made_and_rendered(pool):
+    env = Environment(make(pool, 1, "rgb_array"))
+    env.initial(0)
+    assert env.render().ndim == 3
+
+
+def test_each_stream_of_a_server_has_other_environments(pool):
+    """Also each connection of a stream."""
+    flags = types.SimpleNamespace(env=pool, env_args=[], envs_per_server=2, seed=None)
+    seen = set()
+    for stream, connection in [(0, 0), (0, 1), (1, 0)]:
+        hello = pb.Hello(
+            version=PROTOCOL_VERSION, seed=3, stream=stream, connection=connection
+        )
+        request = pb.Request(hello=hello).SerializeToString()
+        responses = server.converse(
+            polybeast_env.create_env, flags, iter([request]), "peer"
+        )
+        response = pb.Response.FromString(next(responses))
+        seen.add(response.step.data[0])
+        responses.close()
+    assert len(seen) == 3
+
+
+def test_an_argument_of_the_user_comes_before_the_seed(pool):
+    given, same = (
+        Environment(make(pool, 2, None, seed, seed=7)).initial()["observation"]
+        for seed in (1, 2)
+    )
+    np.testing.assert_array_equal(given, same)
+
+
+def test_a_vector_without_the_argument_gets_no_seed(monkeypatch):
+    made = []
+
+    def entry_point(num_envs):
+        made.append(num_envs)
+        return FakePool(num_envs)
+
+    spec = gymnasium.envs.registration.EnvSpec(
+        "NoSeed-v0", entry_point=faulty_envs.Base, vector_entry_point=entry_point
+    )
+    monkeypatch.setitem(gymnasium.registry, "NoSeed-v0", spec)
+    make("NoSeed-v0", 4, None, 3)
+    assert made == [4]
+    assert isinstance(make("NoSeed-v0", 1, None, 3), list)
