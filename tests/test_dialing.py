@@ -416,6 +416,22 @@ def test_a_dialer_also_dials_others_while_its_own_learner_is_away(monkeypatch):
     assert dialed == ["b:2", "c:3", "b:2", "a:1", "b:2", "c:3", "b:2", "a:1"]
 
 
+def test_reasons_that_are_all_different_do_not_flood_a_hosts_log(monkeypatch):
+    d, dialed, lines = dialer_of("a:1", "a:1"), [], []
+
+    def stream(address, own):
+        dialed.append(address)
+        if len(dialed) == 100:
+            d.close()
+        return True, f"no {chr(ord('a') + len(dialed))}"
+
+    monkeypatch.setattr(d, "stream", stream)
+    monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.001)
+    monkeypatch.setattr(dialer.log, "warning", lambda *args: lines.append(args))
+    d.run()
+    assert len(dialed) == 100 and 2 <= len(lines) < 10
+
+
 @contextlib.contextmanager
 def fake_learner(address, streams):
     """Says Hello, and no more. streams: a queue of who comes."""

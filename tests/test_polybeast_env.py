@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent import futures
 
 import grpc
 import numpy as np
@@ -19,7 +20,7 @@ import polybeast_env
 from tests import fuzz_requests
 from tests.csrc import make_corpus
 from tests.programs import ROOT, Program, run
-from torchbeast import protocol
+from torchbeast import protocol, server
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import count_up
 from torchbeast.environment import Environment, leaves, make
@@ -69,8 +70,9 @@ class Client:
     """One stream."""
 
     def __init__(
-        self, address, version=protocol.PROTOCOL_VERSION, seed=7, compression=None
-    ):
+        self, address, version=protocol.PROTOCOL_VERSION, seed=7, compression=None,
+        silent=False,
+    ):  # fmt: skip
         self.channel = grpc.insecure_channel(address, compression=compression)
         call = self.channel.stream_stream(
             f"/{protocol.SERVICE}/Stream",
@@ -80,7 +82,8 @@ class Client:
             response_deserializer=pb.Response.FromString,
         )
         self.requests = queue.Queue()
-        self.requests.put(pb.Request(hello=pb.Hello(version=version, seed=seed)))
+        if not silent:
+            self.requests.put(pb.Request(hello=pb.Hello(version=version, seed=seed)))
         self.responses = call(iter(self.requests.get, None), timeout=60)
 
     def welcome(self):
@@ -166,6 +169,34 @@ def test_a_server_has_so_many_streams_and_no_more(tmp_path):
         for client in clients:
             client.step([0])
             client.close()
+
+
+@pytest.mark.survives("silent-connection")
+def test_streams_that_never_say_hello_give_their_places_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.5)
+    flags = polybeast_env.parser().parse_args(["--env", COUNTER])
+    environments = EnvironmentServer(polybeast_env.create_env, flags)
+    with futures.ThreadPoolExecutor(MAX_STREAMS + 8) as pool:
+        here = grpc.server(pool)
+        here.add_generic_rpc_handlers([environments.handler()])
+        address = f"unix:{tmp_path}/socket"
+        here.add_insecure_port(address)
+        here.start()
+        try:
+            first = Client(address)
+            first.welcome()
+            silent = [Client(address, silent=True) for _ in range(MAX_STREAMS - 1)]
+            for client in silent:
+                error = refusal(client, client.welcome)
+                assert error.code() == grpc.StatusCode.CANCELLED
+            others = [Client(address) for _ in range(MAX_STREAMS - 1)]
+            for client in others:
+                client.welcome()
+                client.close()
+            first.step([0] * 8)  # It has all the time that it wants.
+            first.close()
+        finally:
+            here.stop(None).wait()
 
 
 def refusal(client, call):

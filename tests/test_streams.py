@@ -338,6 +338,44 @@ def test_a_host_whose_streams_come_and_go_is_logged_once_a_minute(lines):
     assert not guests.hosts
 
 
+def words(n):
+    """n texts that differ in letters."""
+    letters = "abcdefghijklmnopqrst"
+    return ["".join(letters[int(c, 16)] for c in f"{i:x}") for i in range(n)]
+
+
+def test_errors_that_are_all_different_do_not_flood_the_log(lines):
+    guests, pool = streams.Guests(), Pool()
+    start = guests.alone_since
+    for t, word in enumerate(words(600)):
+        pool.departed.append({"address": "10.0.0.1:5", "last_error": f"no {word}"})
+        guests.update(pool, start + t)
+    errors = [line for line in lines if "no stream" in line]
+    assert len(errors) <= 5 * 4 + 5  # Some each time, then ever more rarely.
+    assert errors[:2] == [
+        "host 10.0.0.1: no stream (1 so far): no a",
+        "host 10.0.0.1: no stream (1 so far): no b",
+    ]
+    # What is beyond is counted together.
+    assert max(int(re.search(r"(\d+) so far", e)[1]) for e in errors) > 200
+
+
+def test_hosts_that_are_all_different_do_not_flood_the_log(lines):
+    guests, pool = streams.Guests(), Pool()
+    start = guests.alone_since
+    for t in range(30):
+        pool.streams.clear()
+        for i in range(100):
+            address = f"10.0.{t}.{i}:5"
+            pool.add(address)
+            pool.streams[-1]["dialed_in"] = True
+            pool.departed.append({"address": address, "last_error": "boom"})
+        guests.update(pool, start + t)
+    assert len([line for line in lines if "no stream" in line]) == 100 + 1
+    assert len([line for line in lines if "before" in line]) < 2 * 1000 + 10
+    assert any(line.startswith("host others: 100 streams") for line in lines)
+
+
 def test_a_file_says_nothing_of_hosts_that_dial_in(tmp_path, lines):
     path = tmp_path / "hosts"
     path.write_text("localhost:1")

@@ -18,11 +18,12 @@ from torchbeast import server, tls
 from torchbeast import torchbeast_pb2 as pb
 from torchbeast.addresses import NOT_A_LEARNER, read
 from torchbeast.batch import MAX_MESSAGE_BYTES
-from torchbeast.process import REMIND_S, BadInput, Repeated, first_line, log
+from torchbeast.process import BadInput, Repeated, Throttle, first_line, log
 from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
 from torchbeast.server import MAX_ERROR_CHARACTERS, Refused, converse
 
 MAX_WAIT_S = 10  # Between attempts.
+MAX_WHY_CHARACTERS = 1000
 PATIENCE_S = 60  # After which other learners of the list are dialed, too.
 
 
@@ -41,10 +42,11 @@ class Dialer:
         self._call = None
         self._closed = threading.Event()
         self._tracebacks = Repeated()
+        self._throttle = Throttle()
 
     def run(self):
         """Dials until close(), or until the other end is not a learner."""
-        wait_s, remind_s, reminded_at, said = 0.1, REMIND_S, None, None
+        wait_s = 0.1
         seen_at = time.monotonic()  # Its own learner.
         others, at_home = 0, True
         while not self._closed.is_set():
@@ -66,16 +68,13 @@ class Dialer:
                 self.wrong_end = f"--learner {address}: {NOT_A_LEARNER}"
                 return
             if answered and now - began_at > MAX_WAIT_S:
-                wait_s, said = 0.1, None
-            if address == own:
-                if answered:
-                    seen_at = now
-                if why != said or now - reminded_at > remind_s:
-                    remind_s = REMIND_S if why != said else 2 * remind_s
-                    reminded_at, said = now, why
+                wait_s = 0.1
+            if address == own and answered:
+                seen_at = now
+            if address == own or answered:
+                _, due = self._throttle.count(address, why, now)
+                if due:
                     log.warning("%s: no stream, dials again: %s", address, why)
-            elif answered:
-                log.warning("%s: no stream, dials again: %s", address, why)
             others += not at_home
             at_home = not at_home or now - seen_at < PATIENCE_S
             self._closed.wait(wait_s * random.uniform(0.5, 1.5))
@@ -131,7 +130,8 @@ class Dialer:
                 "expects TLS" if self.flags.tls_cert is None else "refuses --tls_cert"
             )
             why = f"the learner hangs up, perhaps because it {hint} ({why})"
-        return answered.is_set(), " ".join(why.split())
+        why = "".join(c for c in " ".join(why.split()) if c.isprintable())
+        return answered.is_set(), why[:MAX_WHY_CHARACTERS]
 
     def _converse(self, call, address, answered):
         """Yields what the learner gets."""

@@ -9,11 +9,13 @@ import ctypes
 import glob
 import logging
 import os
+import re
 import resource
 import select
 import signal
 import threading
 import time
+from collections import Counter
 from multiprocessing import resource_tracker
 
 
@@ -316,29 +318,65 @@ def first_line(error, with_type=True):
 
 
 class Repeated:
-    """Counts texts that come over and over."""
+    """Shortens tracebacks that come over and over."""
 
     def __init__(self):
-        self._seen = {}  # {text: (how often, when it is due next, wait)}
-
-    def count(self, text, now=None):
-        """Returns how often the text came, and whether that is to be logged: at first,
-        after REMIND_S, then after twice this, and so on."""
-        now = time.monotonic() if now is None else now
-        if len(self._seen) > 1000:  # Where each is different.
-            self._seen.clear()
-        number, due_at, wait_s = self._seen.get(text, (0, now, REMIND_S))
-        due = now >= due_at
-        if due:
-            due_at, wait_s = now + wait_s, 2 * wait_s
-        self._seen[text] = number + 1, due_at, wait_s
-        return number + 1, due
+        self._seen = Counter()
 
     def shorten(self, text):
-        """Returns a traceback the first time, then its last line and how often it
-        came."""
-        number, _ = self.count(text)
+        """Returns a traceback the first time, then its last line and how often it came.
+        Only its frames count: its message may be another one each time."""
+        frames = "\n".join(line for line in text.splitlines() if line[:6] == "  File")
+        if len(self._seen) > 1000:  # Where each is different.
+            self._seen.clear()
+        self._seen[frames or text] += 1
+        number = self._seen[frames or text]
         if number == 1:
             return text
         last = (text.strip().splitlines() or [""])[-1]
         return f" {last} (this traceback came {number} times)"
+
+
+class Throttle:
+    """Says which lines about others, such as a learner's hosts, are to be logged.
+
+    Numbers in a text aside, MAX_TEXTS of each of MAX_WHO others are told apart. All
+    that comes beyond is one: who sends texts may make each of them different.
+    """
+
+    MAX_TEXTS, MAX_WHO = 5, 100
+
+    def __init__(self):
+        self._seen = {}  # {who: {text: (how often, when it is due next, wait)}}
+        self._swept_at = 0.0
+
+    def count(self, who, text, now=None):
+        """Returns how often the text came from them, and whether that is to be logged:
+        at first, after REMIND_S, then after twice this, and so on; and at first again
+        when it has stayed away since it was due, for longer than the next wait."""
+        now = time.monotonic() if now is None else now
+        self._sweep(now)
+        if who not in self._seen and len(self._seen) >= self.MAX_WHO:
+            who = None
+        texts = self._seen.setdefault(who, {})
+        text = re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+        if text not in texts and len(texts) >= self.MAX_TEXTS:
+            text = None
+        number, due_at, wait_s = texts.get(text, (0, now, REMIND_S))
+        due = now >= due_at
+        if due:
+            due_at, wait_s = now + wait_s, 2 * wait_s
+        texts[text] = number + 1, due_at, wait_s
+        return number + 1, due
+
+    def _sweep(self, now):
+        """Forgets what has stayed away, once a minute."""
+        if now < self._swept_at + REMIND_S:
+            return
+        self._swept_at = now
+        for who, texts in list(self._seen.items()):
+            for text, (_, due_at, wait_s) in list(texts.items()):
+                if now > due_at + wait_s:
+                    del texts[text]
+            if not texts:
+                del self._seen[who]

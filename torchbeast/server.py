@@ -25,6 +25,7 @@ from torchbeast.files import remove_sockets
 from torchbeast.process import (
     BadInput,
     Repeated,
+    Throttle,
     end_group,
     keep_freed_memory,
     lead_group,
@@ -45,6 +46,7 @@ MAX_STREAMS = 64  # Of a server.
 MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
 MAX_CONNECTIONS = 2 * MAX_STREAMS  # A stream has one; others are in a handshake.
 HANDSHAKE_TIMEOUT_S = 5
+HELLO_TIMEOUT_S = 10
 LOG_EVERY_S = 60
 CLOSE_TIMEOUT_S = 3
 
@@ -58,6 +60,7 @@ class EnvironmentServer:
         self.num_streams = 0  # Guarded by _lock.
         self._lock = threading.Lock()
         self._tracebacks = Repeated()
+        self._throttle = Throttle()
 
     def handler(self):
         """Returns what a grpc.Server is given."""
@@ -95,7 +98,13 @@ class EnvironmentServer:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"this server has {MAX_STREAMS} streams already",
             )
+
+        def hang_up():
+            self._log(peer, f"said no Hello within {HELLO_TIMEOUT_S} s")
+            context.cancel()
+
         try:
+            requests = within(HELLO_TIMEOUT_S, requests, hang_up)
             yield from converse(self.create_env, self.flags, requests, peer)
         except GeneratorExit:  # The learner is gone.
             raise
@@ -104,13 +113,36 @@ class EnvironmentServer:
                 return  # The learner is gone, which interrupts next(requests).
             if isinstance(e, Refused):
                 code, text = e.args
+                self._log(peer, text)
             else:
                 code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
-            log.error("%s: %s", peer, self._tracebacks.shorten(text))
+                log.error("%s: %s", peer, self._tracebacks.shorten(text))
             context.abort(code, text[-MAX_ERROR_CHARACTERS:])
         finally:
             with self._lock:
                 self.num_streams -= 1
+
+    def _log(self, peer, text):
+        """Logs what a learner did wrong."""
+        with self._lock:
+            number, due = self._throttle.count(peer.rpartition(":")[0], text)
+        if due:
+            log.error("%s: %s (%d so far)", peer, text, number)
+
+
+def within(timeout_s, requests, hang_up):
+    """Yields the requests. Calls hang_up() if the first one does not come within the
+    time."""
+    timer = threading.Timer(timeout_s, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        first = next(requests, None)
+    finally:
+        timer.cancel()
+    if first is not None:
+        yield first
+        yield from requests
 
 
 def converse(create_env, flags, requests, peer):

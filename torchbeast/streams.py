@@ -28,8 +28,8 @@ from torchbeast.machine import num_cores
 from torchbeast.process import (
     REMIND_S,
     BadInput,
-    Repeated,
     Stop,
+    Throttle,
     allow_open_files,
     log,
 )
@@ -41,6 +41,7 @@ MAX_ERROR_CHARACTERS = 1000
 BAD_INPUT = (
     f"{BadInput.__module__}.{BadInput.__name__}: "  # Of a traceback's last line.
 )
+MAX_HOSTS = 1000  # That are logged by their names.
 QUIET_S = 10  # At most one line per failing stream in this time.
 
 
@@ -362,7 +363,7 @@ class Guests:
     def __init__(self):
         # {host: (streams as was logged last, when it was, time until the next line)}
         self.hosts = {}
-        self.errors = Repeated()
+        self.errors = Throttle()
         self.remind_s, self.alone_since = REMIND_S, time.monotonic()
 
     def update(self, actors, now):
@@ -371,6 +372,9 @@ class Guests:
         count = Counter(
             host_of(s) for s in status if s["dialed_in"] and s["state"] == "running"
         )
+        new = [host for host in count if host not in self.hosts]
+        for host in new[max(0, MAX_HOSTS - len(self.hosts)) :]:
+            count["others"] += count.pop(host)
         for host in count.keys() | self.hosts.keys():
             before, logged_at, wait_s = self.hosts.get(host, (0, -math.inf, QUIET_S))
             calm = now > logged_at + 2 * REMIND_S
@@ -384,18 +388,16 @@ class Guests:
         for s in actors.take_departed():
             error = last_line(s["last_error"])
             if error != "the host is gone":
-                self._log_error(host_of(s), error, now)
+                number, due = self.errors.count(host_of(s), error, now)
+                if due:
+                    log.warning(
+                        "host %s: no stream (%d so far): %s", host_of(s), number, error
+                    )
         if status:
             self.remind_s, self.alone_since = REMIND_S, now
         elif now > self.alone_since + self.remind_s:
             self.remind_s *= 2
             log.warning("no host has dialed in")
-
-    def _log_error(self, host, error, now):
-        same = re.sub(r"0x[0-9a-f]+|\d+", "#", error)  # But for its numbers.
-        number, due = self.errors.count((host, same), now)
-        if due:
-            log.warning("host %s: no stream (%d so far): %s", host, number, error)
 
 
 def host_of(status):
