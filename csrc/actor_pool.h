@@ -86,6 +86,8 @@ class ActorPool {
     int64_t max_streams = 0;         // That hosts open.
     double welcome_timeout_s = 300;  // Of those.
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
+    int64_t max_message_bytes = kMaxMessageBytes;  // That are read of a server or host.
+    int64_t max_envs = std::numeric_limits<int64_t>::max();  // Of all streams together.
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
     std::string tls_cert;  // In PEM, as the next two; all empty: no TLS.
@@ -148,6 +150,12 @@ class ActorPool {
       throw std::invalid_argument("max_rollouts is " +
                                   std::to_string(options_.max_rollouts) +
                                   ", expected at least 0");
+    }
+    if (options_.max_message_bytes < 1 ||
+        options_.max_message_bytes > kMaxMessageBytes) {
+      throw std::invalid_argument(
+          "max_message_bytes is " + std::to_string(options_.max_message_bytes) +
+          ", expected 1 to " + std::to_string(kMaxMessageBytes));
     }
     if (options_.tls_cert.empty() != options_.tls_key.empty() ||
         options_.tls_cert.empty() != options_.tls_ca.empty()) {
@@ -453,7 +461,8 @@ class ActorPool {
         tls ? grpc::SslCredentials(
                   {options_.tls_ca, options_.tls_key, options_.tls_cert})
             : grpc::InsecureChannelCredentials();
-    const auto channel = make_channel(actor->status.address, credentials);
+    const auto channel = make_channel(actor->status.address, credentials,
+                                      static_cast<int>(options_.max_message_bytes));
     // As generated code would do it, but for responses that are not parsed yet.
     const grpc::internal::RpcMethod method(
         "/torchbeast.protocol.EnvironmentServer/Stream", nullptr,
@@ -512,6 +521,7 @@ class ActorPool {
     }
     check_rows(spec, num_envs);
     check_rows(action_spec, num_envs);
+    const Room room(this, num_envs);
     {
       std::lock_guard<std::mutex> lock(mu_);
       actor->status.state = "running";
@@ -678,6 +688,31 @@ class ActorPool {
     Actor* const actor_;
   };
 
+  // A stream's share of max_envs, for as long as it lasts.
+  class Room {
+   public:
+    Room(ActorPool* pool, int64_t num_envs) : pool_(pool), num_envs_(num_envs) {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      const int64_t left = pool_->options_.max_envs - pool_->num_envs_;
+      if (num_envs_ > left) {
+        throw std::runtime_error("the learner's memory is for " + std::to_string(left) +
+                                 " more environments, this stream has " +
+                                 std::to_string(num_envs_));
+      }
+      pool_->num_envs_ += num_envs_;
+    }
+    Room(const Room&) = delete;
+    Room& operator=(const Room&) = delete;
+    ~Room() {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      pool_->num_envs_ -= num_envs_;
+    }
+
+   private:
+    ActorPool* const pool_;
+    const int64_t num_envs_;
+  };
+
   void check(const protocol::Welcome& welcome) const {
     const auto compare = [](const std::string& what, const std::string& learner,
                             const std::string& server) {
@@ -734,6 +769,7 @@ class ActorPool {
   std::vector<Status> departed_;      // Guarded by mu_.
   StageSeconds stage_seconds_;        // Guarded by mu_.
   int64_t num_added_ = 0;             // Guarded by mu_.
+  int64_t num_envs_ = 0;              // Guarded by mu_. See Room.
   Rollouts rollouts_;                 // Guarded by mu_.
   std::vector<std::string> metrics_;  // Guarded by mu_.
   size_t metrics_bytes_ = 0;          // Guarded by mu_. Of metrics_.

@@ -530,6 +530,10 @@ Args:
         of the rollout before; the first rollout of a stream has K + T new ones.
     one_episode: a rollout has steps of one episode only. Those after its end repeat the
         last one, with done = True and mask = False: the step has an entry "mask" more.
+    max_message_bytes: that are read of a server or host: a larger message ends its
+        stream.
+    max_envs: environments of all streams together; streams with more are refused.
+        None: any number.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")
       .def(py::init([](int64_t unroll_length, std::shared_ptr<Queue> learner_queue,
@@ -540,7 +544,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                        std::optional<int64_t> max_rollouts, std::string tls_cert,
                        std::string tls_key, std::string tls_ca, const py::object& step,
                        std::string listen, int64_t max_streams,
-                       double welcome_timeout_s, int64_t burn_in, bool one_episode) {
+                       double welcome_timeout_s, int64_t burn_in, bool one_episode,
+                       int64_t max_message_bytes, std::optional<int64_t> max_envs) {
              // Copied: actors are threads without the GIL.
              const Nest<Array> state =
                  to_arrays(initial_state).map([](const Array& array) {
@@ -554,6 +559,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                      unroll_length, burn_in, one_episode, seed, connect_timeout_s,
                      listen.empty() ? 0 : max_streams, welcome_timeout_s,
                      max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
+                     max_message_bytes,
+                     max_envs.value_or(std::numeric_limits<int64_t>::max()),
                      std::move(observation_space), std::move(action_space),
                      std::move(tls_cert), std::move(tls_key), std::move(tls_ca),
                      step.is_none() ? RowSpec() : RowSpec(to_arrays(step))},
@@ -568,7 +575,9 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            py::arg("tls_key") = "", py::arg("tls_ca") = "",
            py::arg("step") = py::none(), py::arg("listen") = "",
            py::arg("max_streams") = 1024, py::arg("welcome_timeout_s") = 300,
-           py::arg("burn_in") = 0, py::arg("one_episode") = false)
+           py::arg("burn_in") = 0, py::arg("one_episode") = false,
+           py::arg("max_message_bytes") = kMaxMessageBytes,
+           py::arg("max_envs") = py::none())
       .def(
           "run",
           [](ListeningPool& self) {

@@ -17,9 +17,10 @@ namespace torchbeast {
 
 inline std::shared_ptr<grpc::Channel> make_channel(
     const std::string& address,
-    const std::shared_ptr<grpc::ChannelCredentials>& credentials) {
+    const std::shared_ptr<grpc::ChannelCredentials>& credentials,
+    int max_message_bytes) {
   grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxReceiveMessageSize(max_message_bytes);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // Not what http_proxy is for.
   // No compression: a few bytes could become any number of them.
   arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1);
@@ -49,6 +50,10 @@ inline std::string explain(const std::string& error, bool tls) {
   } else if (has("failed to connect") && has("Socket closed")) {
     text = tls ? "the server hangs up: its log says if it refuses tls_cert"
                : "the server hangs up: does it expect TLS?";
+  } else if (has("larger than max")) {
+    text =
+        "this learner has too little memory for such steps: the server has too many "
+        "environments";
   } else if (tls && has("empty address list")) {
     text = "tls_cert and tls_key are not a certificate and its key, in PEM";
   }

@@ -50,7 +50,7 @@ class Listener {
       door_ = std::make_unique<Door>(address, max_connections(options.max_streams));
     }
     builder.RegisterService(&service_);
-    builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+    builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
     // One thread for each stream, and some that refuse what is too many.
     builder.SetResourceQuota(grpc::ResourceQuota().SetMaxThreads(
         static_cast<int>(options.max_streams) + kSpareThreads));

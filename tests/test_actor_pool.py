@@ -485,3 +485,34 @@ def test_arguments_that_make_no_sense_are_refused_by_name(kwargs, message):
     }
     with pytest.raises(ValueError, match=message):
         ActorPool(**{**arguments, **kwargs})
+
+
+@pytest.mark.survives("streams-too-large")
+def test_streams_have_no_more_environments_together_than_memory_is_for():
+    with server(4) as (one, _), server(3) as (two, program):
+        with Learner([one], max_envs=6) as learner:
+            learner.drain()
+            learner.wait_for(lambda: learner.status()[one]["rollouts"] > 0)
+            learner.pool.add(two)
+            learner.wait_for(lambda: learner.status()[two]["last_error"])
+            assert learner.status()[two]["last_error"] == (
+                "the learner's memory is for 2 more environments, this stream has 3"
+            )
+            learner.pool.remove(one)
+            learner.wait_for(lambda: learner.status()[two]["rollouts"] > 0)
+
+
+@pytest.mark.survives("streams-too-large")
+def test_a_message_is_no_larger_than_memory_is_for():
+    with (
+        server(8) as (address, _),
+        Learner([address], max_message_bytes=500) as learner,
+    ):
+        learner.wait_for(lambda: learner.status()[address]["last_error"])
+        error = learner.status()[address]["last_error"]
+        assert error.startswith("this learner has too little memory for such steps")
+    for size in (0, 2**28 + 1):
+        with pytest.raises(
+            ValueError, match=f"max_message_bytes is {size}, expected 1"
+        ):
+            Learner([], max_message_bytes=size)

@@ -273,6 +273,8 @@ def test_garbage_ends_its_stream_in_one_line_and_no_other(savedir):
         wait_for_steps(savedir, 400)
         with grpc.insecure_channel(address) as channel:
             stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
+            with pytest.raises(grpc.RpcError, match="larger than max"):
+                list(stream(iter([bytes(2**22)])))  # What CartPoles never have.
             for garbage in (b"", b"\xff" * 100, bytes(1000)):
                 with pytest.raises(grpc.RpcError) as e:
                     list(stream(iter([garbage])))

@@ -5,9 +5,11 @@ import logging
 import os
 import re
 
+import numpy as np
 import pytest
+import torch
 
-from torchbeast import addresses, process, streams
+from torchbeast import addresses, machine, process, streams
 from torchbeast.process import BadInput, Stop
 
 
@@ -395,3 +397,46 @@ def test_an_environment_of_another_name_is_warned_of_once(lines):
     assert lines == [
         "b:1 steps Other-v0, the learner was told of Env-v0: both are learned from"
     ]
+
+
+def sizes(monkeypatch, row_bytes=28_000, memory=16 * 2**30, num_streams=0, **changes):
+    """check_sizes() of a learner with so much memory."""
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: memory)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 2 * memory)
+    flags = {"server_addresses": None, "listen": "a:1", "max_streams": 1024,
+             "num_servers": 0, "envs_per_server": 32, "batch_size": 4}  # fmt: skip
+    flags = argparse.Namespace(**{**flags, **changes})
+    step = {"observation": np.zeros((2, row_bytes), np.uint8)}
+    specs = {
+        "observation": torch.empty(21, row_bytes, device="meta", dtype=torch.uint8)
+    }
+    return streams.check_sizes(flags, step, specs, 1, num_streams)
+
+
+@pytest.mark.survives("streams-too-large")
+@pytest.mark.parametrize("row_bytes", [16, 28_000, 500_000])
+@pytest.mark.parametrize("memory_gb", [16, 64, 512])
+def test_all_streams_that_hosts_may_open_fit_into_the_memory(
+    monkeypatch, row_bytes, memory_gb
+):
+    memory = memory_gb * 2**30
+    limits = sizes(monkeypatch, row_bytes, memory)
+    assert 2**21 + row_bytes <= limits["max_message_bytes"] <= 2**28
+    assert 2 * 1024 * limits["max_message_bytes"] <= memory / 2
+    assert 100 < limits["max_envs"] * 21 * row_bytes <= memory / 4
+    # Nor is there room for more than a stream can have.
+    assert limits["max_message_bytes"] <= 2**21 + 4096 * row_bytes
+
+
+def test_the_step_of_its_own_servers_fits_whatever_hosts_may_send(monkeypatch):
+    own = {"num_servers": 2, "envs_per_server": 2000}
+    limits = sizes(monkeypatch, num_streams=2, **own)
+    assert limits["max_message_bytes"] == 2**21 + 2000 * 28_000
+    guests = sizes(monkeypatch)["max_envs"]
+    assert limits["max_envs"] == 2 * 2000 + guests
+
+
+def test_a_step_that_no_host_could_send_is_refused_at_the_start(monkeypatch):
+    with pytest.raises(BadInput, match="3,000,000 bytes.* use a smaller --max_streams"):
+        sizes(monkeypatch, row_bytes=3_000_000)
+    sizes(monkeypatch, row_bytes=3_000_000, max_streams=64)

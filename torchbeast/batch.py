@@ -20,7 +20,8 @@ from torchbeast.spaces import Actions, BadStep, Observations, as_declared
 # What a stream of PolyBeast carries.
 MAX_ENVS = 4096
 MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
-MAX_STEP_BYTES = MAX_MESSAGE_BYTES - 2**22  # Beside a Welcome, metrics and lengths.
+MAX_BESIDE_STEP_BYTES = 2**21  # A Welcome, metrics and lengths.
+MAX_STEP_BYTES = MAX_MESSAGE_BYTES - MAX_BESIDE_STEP_BYTES
 
 RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from urllib.parse import unquote
 
-from torchbeast import devices, ranks, rollouts, tls
+from torchbeast import devices, machine, ranks, rollouts, tls
 from torchbeast.addresses import (
     NO_SERVER,
     count_up,
@@ -21,10 +21,14 @@ from torchbeast.addresses import (
     reason,
     why_not_free,
 )
-from torchbeast.batch import MAX_ENVS, MAX_STEP_BYTES
+from torchbeast.batch import (
+    MAX_BESIDE_STEP_BYTES,
+    MAX_ENVS,
+    MAX_MESSAGE_BYTES,
+    MAX_STEP_BYTES,
+)
 from torchbeast.environment import NAME, leaves
 from torchbeast.flags import number, text_or_path
-from torchbeast.machine import num_cores
 from torchbeast.process import (
     REMIND_S,
     BadInput,
@@ -35,6 +39,7 @@ from torchbeast.process import (
 )
 
 FILES_PER_STREAM = 8
+MIN_SHARE_BYTES = 2**22  # Of each stream, however little memory there is.
 MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
 MAX_CHANGES = 10  # Changes of the file that are logged one by one.
 MAX_ERROR_CHARACTERS = 1000
@@ -83,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def set_defaults(flags):
     """Fills in PolyBeast's flags whose defaults depend on the machine."""
     if flags.num_servers is None:
-        flags.num_servers = num_cores() if flags.listen is None else 0
+        flags.num_servers = machine.num_cores() if flags.listen is None else 0
     if flags.envs_per_server is None:
         flags.envs_per_server = max(1, 32 // max(1, flags.num_servers))
     devices.set_defaults(flags)
@@ -103,31 +108,55 @@ def check_open_files(flags, num_streams):
     allow_open_files(files, remedy)
 
 
-def check_sizes(flags, step, specs, num_agents=1):
-    """Raises BadInput if servers of its own make steps that are too large for a
-    message, or if rollouts need more memory than there is.
+def check_sizes(flags, step, specs, num_agents, num_streams):
+    """Returns what of this machine's memory streams may take, as arguments of an
+    ActorPool: max_message_bytes and max_envs. Whoever has a host's certificate can make
+    --max_streams of them. Raises BadInput if servers of its own make steps that are too
+    large for a message, if a host's cannot but do that, or if rollouts need more memory
+    than there is.
 
     step: arrays [E, ...]; specs: of one rollout, see rollouts.specs(); num_agents: of
-    one environment.
+    one environment; num_streams: that the learner opens.
     """
-    num_rows = 1
-    if flags.server_addresses is None:
+    num_rows, own_bytes = 0, 0  # Of servers of its own.
+    row_bytes = sum(x.nbytes // len(x) for _, x in leaves(step))
+    if flags.server_addresses is None and flags.num_servers > 0:
         num_rows = flags.envs_per_server * num_agents
         if num_rows > MAX_ENVS:
             raise BadInput(
                 f"--envs_per_server {flags.envs_per_server}: a stream has at most "
                 f"{MAX_ENVS:,} agents, these environments have {num_agents:,} each"
             )
-        size = sum(x.nbytes // len(x) for _, x in leaves(step)) * num_rows
-        if size > MAX_STEP_BYTES:
+        own_bytes = row_bytes * num_rows
+        if own_bytes > MAX_STEP_BYTES:
             raise BadInput(
-                f"a step of {flags.envs_per_server} environments has {size:,} bytes, "
-                f"expected at most {MAX_STEP_BYTES:,}: use a smaller --envs_per_server"
+                f"a step of {flags.envs_per_server} environments has {own_bytes:,} "
+                f"bytes, expected at most {MAX_STEP_BYTES:,}: use a smaller "
+                "--envs_per_server"
             )
         num_rows *= flags.num_servers
     # Those that are filled, those in the queue, and those that are learned from.
     batch_size = ranks.current.share(flags.batch_size)
-    rollouts.check_memory(specs, num_rows + 3 * batch_size)
+    rollouts.check_memory(specs, max(1, num_rows) + 3 * batch_size)
+
+    # A message is there twice for a moment, as it came and parsed: half of the memory;
+    # and a quarter for rollouts.
+    quarter = machine.available_memory_bytes() // ranks.current.num_here // 4
+    guests = 0 if flags.listen is None else flags.max_streams
+    share = max(MIN_SHARE_BYTES, quarter // max(1, num_streams + guests))
+    room = min(share, MAX_MESSAGE_BYTES) - MAX_BESIDE_STEP_BYTES
+    if row_bytes * num_agents > room:
+        raise BadInput(
+            f"a step of one environment has {row_bytes * num_agents:,} bytes, this "
+            f"machine's memory is for {room:,} of each of {num_streams + guests:,} "
+            "streams: use a smaller --max_streams, or fewer --server_addresses"
+        )
+    step_bytes = max(own_bytes, min(room, row_bytes * MAX_ENVS))
+    rollout_bytes = sum(x.nbytes for _, x in leaves(specs))
+    return {
+        "max_message_bytes": step_bytes + MAX_BESIDE_STEP_BYTES,
+        "max_envs": num_rows + max(batch_size * num_agents, quarter // rollout_bytes),
+    }
 
 
 def addresses(flags):
@@ -194,6 +223,12 @@ class Sources:
         text = f"{self._num_streams} streams"
         listen = self.options["listen"]
         return f"{text}, hosts may dial {listen}" if listen else text
+
+    def check_sizes(self, step, specs, num_agents):
+        """See check_sizes() of this module."""
+        num_streams = self._num_streams
+        limits = check_sizes(self._flags, step, specs, num_agents, num_streams)
+        self.options.update(limits)
 
     def start(self, servers):
         """Returns the addresses that the learner dials. Starts the program's own
