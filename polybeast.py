@@ -65,6 +65,16 @@ from torchbeast.threads import Threads
 
 # The agent.
 
+# A2C, which V-trace is where acting waits for learning (not in PolyBeast), with the
+# constants of openai/baselines.
+PRESETS = {
+    "a2c": dict(
+        num_actors=0, envs_per_actor=16, batch_size=16, num_envs=16, unroll_length=5,
+        learning_rate=7e-4, baseline_cost=1.0, loss_reduction="mean",
+        grad_norm_clipping=0.5, net="nature",
+    ),
+}  # fmt: skip
+
 
 def parser():
     """Returns the agent's flags, for argparse's parents=."""

@@ -227,6 +227,7 @@ class TagGridWorld:
     observation: "full", of all agents: x, y, whether it is the runner, whether it is
     oneself, and the time; or "partial": oneself, the nearest agent of the other kind,
     one's own kind, and the time.
+    one_policy: taggers and runner are one policy, "shared", as in WarpDrive's run.
     """
 
     tag_reward, tag_penalty, step_cost, wall_cost = 10.0, 5.0, 0.01, 0.1
@@ -238,16 +239,20 @@ class TagGridWorld:
         max_steps=100,
         observation="full",
         random_starts=True,
+        one_policy=False,
     ):
         expect(int, 1, num_taggers=num_taggers, size=size, max_steps=max_steps)
         if observation not in ("full", "partial"):
             raise ValueError(f"observation is {observation!r}, expected full, partial")
-        if not isinstance(random_starts, bool):
-            raise ValueError(f"random_starts is {random_starts!r}, expected a bool")
+        for name, x in dict(random_starts=random_starts, one_policy=one_policy).items():
+            if not isinstance(x, bool):
+                raise ValueError(f"{name} is {x!r}, expected a bool")
         self.size, self.max_steps, self.full = size, max_steps, observation == "full"
         self.random_starts = random_starts
         self.num_agents = N = num_taggers + 1
         self.policies = {"tagger": slice(0, N - 1), "runner": slice(N - 1, N)}
+        if one_policy:
+            self.policies = {"shared": slice(0, N)}
         numbers = 4 * N + 1 if self.full else 6
         self.observation_space = spaces.Box(0, 1, (numbers,))
         self.action_space = spaces.Discrete(5)

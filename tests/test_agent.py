@@ -3,6 +3,7 @@ weights, one update.
 """
 
 import copy
+import itertools
 import threading
 from collections import deque
 
@@ -17,8 +18,10 @@ import monobeast
 import polybeast
 from tests import envs
 from tests.faulty_envs import Nested
+from tests.programs import main, read_logs
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
 from torchbeast.environment import leaves, map_structure
+from torchbeast.flags import parse_args
 
 T, B = 5, 4
 CPU = torch.device("cpu")
@@ -458,6 +461,39 @@ def test_what_an_agent_saves_another_one_loads_and_learns_on_alike():
         assert torch.equal(a, b)
     with pytest.raises(KeyError, match="optimizer"):
         other.load_state_dict({"model": one.state_dict()["model"]})
+
+
+# A2C.
+
+
+def test_the_preset_a2c_learns_from_the_policy_that_acted_and_by_a2cs_loss(tmp_path):
+    args = ["--preset", "a2c", "--env", "CartPole-v1"]
+    flags = parse_args(monobeast.program_parser(), args)
+    monobeast.set_defaults(flags)
+    flags.precision, B, T = "float32", flags.batch_size, flags.unroll_length
+    env = environment.Environment([gymnasium.make("CartPole-v1") for _ in range(B)])
+    _, buffers, arrays = actor = make_actor(flags, env)
+    # By the third batch, episodes have ended.
+    batch = next(itertools.islice(batches(*actor), 2, None))
+    agent = actor[0].agent
+    outputs, _ = agent.net(batch, batch["core_state"])
+    _, statistics = agent.loss(batch, outputs)
+    returns, value = [], outputs["baseline"][-1]
+    for t in reversed(range(T)):
+        value = batch["reward"][t + 1] + 0.99 * ~batch["terminated"][t + 1] * value
+        returns.insert(0, value)
+        # Nothing leads from a last observation to a first one: its value is its own.
+        value = torch.where(batch["done"][t + 1], outputs["baseline"][t], value)
+        returns[0] = value
+    advantages = torch.stack(returns).detach() - outputs["baseline"][:-1]
+    log_prob = outputs["policy_logits"][:-1].log_softmax(-1)
+    log_prob = log_prob.gather(-1, batch["action"][..., None])[..., 0]
+    pg_loss = -(log_prob * advantages.detach()).sum() / (~batch["done"][1:]).sum()
+    torch.testing.assert_close(statistics["pg_loss"], pg_loss)
+    result = main(*args, "--total_steps", 800, "--savedir", tmp_path, "--xpid", "x",
+                  "--log_interval_steps", 80)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert {row["policy_lag"] for row in read_logs(tmp_path / "x")} == {"0.0"}
 
 
 # Checkpoints.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import polybeast_env
 import warpbeast
 from tests import test_warp
 from tests.programs import ROOT, load, main, read_logs, refusal, run
@@ -120,6 +121,25 @@ def test_each_policy_is_an_agent_with_flags_of_its_own(tmp_path):
     result = main(*test, "--video", video, module="warpbeast")
     assert result.returncode == 0, result.stderr
     assert "mean tagged" in result.stdout and video.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("agent", ["polybeast", "ppo"])
+@pytest.mark.parametrize("preset", ["warpdrive", "two_policies"])
+def test_warpdrives_run_has_one_policy_of_all_agents(tmp_path, preset, agent):
+    flags = parse_args(
+        warpbeast.program_parser(agent), ["--preset", preset, "--agent", agent]
+    )
+    env = polybeast_env.create_warp_env(flags)
+    one = preset == "warpdrive"
+    assert list(env.policies) == (["shared"] if one else ["tagger", "runner"])
+    args = ["--preset", preset, "--agent", agent, "--num_envs", 2, "--hidden_sizes", 8]
+    result = main(*args, "--total_steps", 2000, "--log_interval_steps", 1, "--savedir",
+                  tmp_path, "--xpid", "x", module="warpbeast")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = read_logs(tmp_path / "x")
+    assert [int(row["step"]) for row in rows] == [1000, 2000]  # 5 agents, 100 steps.
+    assert ("total_loss" in rows[0]) == one == ("tagger/total_loss" not in rows[0])
+    assert {row["policy_lag"] for row in rows} == {"0.0"}
 
 
 def test_a_frozen_policy_does_not_learn(tmp_path):
