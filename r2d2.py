@@ -35,17 +35,16 @@ TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopami
 PRESETS = {
     # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py), smaller.
     "r2d2": dict(
-        net="shallow", terminal_on_life_loss=False, unroll_length=20, burn_in=10,
-        n_step=5, value_rescaling=True, exploration=(0.0005, 0.1),
-        exploration_steps=100_000, target_interval=4000, replay_size=300_000,
-        replay_start=10_000, replay_ratio=4.0, replay_batch_size=8, epsilon=1e-5,
+        terminal_on_life_loss=False, n_step=5, value_rescaling=True,
+        exploration=(0.0005, 0.1), exploration_steps=100_000, target_interval=4000,
+        replay_size=300_000, replay_start=10_000, replay_ratio=4.0, replay_batch_size=8,
         priority_exponent=0.9, importance_exponent=(0.6, 0.6), learning_rate=2.5e-4,
-        grad_norm_clipping=80.0,
+        epsilon=1e-5, grad_norm_clipping=80.0,
     ),
     # Rlpyt's "ernbw" (atari_dqn.py beside it), smaller.
     "dqn": dict(
-        net="shallow", use_lstm=False, reward_clipping="abs_one", target_interval=4000,
-        exploration=(0.01, 0.01), exploration_steps=100_000, replay_size=300_000,
+        use_lstm=False, reward_clipping="abs_one", exploration=(0.01, 0.01),
+        exploration_steps=100_000, target_interval=4000, replay_size=300_000,
         replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
         importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
         grad_norm_clipping=10.0,
@@ -85,7 +84,7 @@ def parser():
                    "up to date (default: %(default)s)")
 
     g = p.add_argument_group("replay")
-    replay.add_flags(g, size=100_000, ratio=8.0, start=1000, batch=64)
+    replay.add_flags(g, 100_000, 8.0, 1000, "16 rollouts; 64 steps without an LSTM")
     replay.add_priority_flags(g)
 
     g = p.add_argument_group("optimizer (Adam)")
@@ -128,6 +127,8 @@ class Agent(agents.Agent):
             raise BadInput(
                 f"--agent r2d2 {need} {action_space}: use --agent ppo or sac"
             )
+        batch_size = 16 if flags.use_lstm else 64
+        flags.replay_batch_size = flags.replay_batch_size or batch_size
         super().__init__(flags, observation_space, action_space)
         self.burn_in = flags.burn_in if flags.use_lstm else 0
         self.net.exploration.fill_(flags.exploration_steps > 0)
@@ -192,9 +193,8 @@ class Agent(agents.Agent):
         with torch.no_grad():
             errors, real, _ = self.td_errors(batch)
         self.replay.set_priorities(items, self.priorities(errors, real))
-        T = flags.unroll_length
-        due = self.credit.updates(batch, T, self.num_learned)
-        steps = [self.gradient_step() for _ in due]
+        T, num = flags.unroll_length, self.num_learned
+        steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.update_statistics(batch)
         self.count()
         left = max(0, 1 - self.step / max(1, flags.exploration_steps))

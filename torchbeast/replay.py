@@ -37,8 +37,9 @@ def add_flags(group, size, ratio, start, batch):
                        metavar="X", help="times that a step is learned from, on "
                        "average (default: %(default)s)")
     group.add_argument("--replay_batch_size", type=number(int, 1, 10**6),
-                       default=batch, metavar="B", help="samples of a gradient step, "
-                       "of all learners together (default: %(default)s)")
+                       default=batch if isinstance(batch, int) else None, metavar="B",
+                       help="samples of a gradient step, of all learners together "
+                       f"(default: {batch})")
     # fmt: on
 
 
