@@ -21,7 +21,7 @@ from collections import deque
 import torch
 
 import polybeast_env
-from torchbeast import devices, machine, ranks, rollouts, seeds, warp
+from torchbeast import devices, machine, policies, ranks, rollouts, seeds, warp
 from torchbeast.encoders import summary
 from torchbeast.environment import leaves, map_structure
 from torchbeast.flags import (
@@ -31,7 +31,7 @@ from torchbeast.flags import (
     run_parser,
 )
 from torchbeast.learner import Learner
-from torchbeast.policies import Policies, check_policy, make_agent
+from torchbeast.policies import Policies, check_policy, make_agent, policy_sizes
 from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
@@ -140,7 +140,7 @@ class Rollouts:
             self.step_envs = torch.compile(self.envs.step, dynamic=False)
         self.buffers, self.core_states = {}, {}
         self.burn_in = max(map(rollouts.burn_in, agents.values()))  # K, mostly 0.
-        sizes = warp.policy_sizes(env)
+        sizes = policy_sizes(env)
         for name, agent in agents.items():
             num = num_envs * sizes[name]
             self.buffers[name] = map_structure(
@@ -271,7 +271,7 @@ def check_memory(env, num_envs, specs, device):
     """Raises BadInput if the buffers do not fit."""
     needed = sum(
         num_envs * num * x.nbytes
-        for name, num in warp.policy_sizes(env).items()
+        for name, num in policy_sizes(env).items()
         for _, x in leaves(specs[name])
     )
     available = machine.available_memory_bytes()
@@ -323,7 +323,7 @@ def train(flags):
             "warp/CartPole"
         )
     check(env)
-    num_agents = warp.num_agents(env)
+    num_agents = policies.num_agents(env)
     set_defaults(flags, num_agents)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")

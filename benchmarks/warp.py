@@ -80,7 +80,7 @@ class Case:
         flags.command = ["warpbeast", *argv]
         self.args = dict(flags.env_args)
         self.env = warp.make(self.env_id, **self.args)
-        self.num_agents = warp.num_agents(self.env)
+        self.num_agents = policies.num_agents(self.env)
         warpbeast.set_defaults(flags, self.num_agents)
         flags.precision, self.T = "float32", flags.unroll_length
         self.envs = warp.Environments(self.env, self.num_envs, device)

@@ -7,7 +7,6 @@ import re
 import torch
 from torch import nn
 
-from torchbeast import warp
 from torchbeast.environment import map_structure
 from torchbeast.flags import Parser, agent_parser, load_agent
 from torchbeast.process import BadInput, first_line
@@ -40,7 +39,7 @@ class Policies:
 
     def __init__(self, flags, env):
         self.slices = dict(env.policies)
-        self.num_agents, self.sizes = warp.num_agents(env), warp.policy_sizes(env)
+        self.num_agents, self.sizes = num_agents(env), policy_sizes(env)
         self.frozen = flags.freeze
         for name in (*flags.policy_flags, *flags.freeze):
             check_policy(env, name)
@@ -136,3 +135,14 @@ def check_policy(env, name):
         raise BadInput(
             f"{env.name} has no policy {name!r}, it has {', '.join(env.policies)}"
         )
+
+
+def num_agents(env):
+    """Returns the number of agents in one environment."""
+    return max(part.stop for part in env.policies.values())
+
+
+def policy_sizes(env):
+    """Returns {policy: the number of its agents in one environment}."""
+    agents = range(num_agents(env))
+    return {name: len(agents[part]) for name, part in env.policies.items()}

@@ -36,6 +36,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.environment import map_structure
+from torchbeast.policies import num_agents
 from torchbeast.process import BadInput, first_line
 from torchbeast.spaces import Actions, children
 
@@ -72,17 +73,6 @@ def to(env, device, dtype=torch.float32):
         if torch.is_tensor(x):
             setattr(own, name, x.to(device, dtype if x.is_floating_point() else None))
     return own
-
-
-def num_agents(env):
-    """Returns N."""
-    return max(part.stop for part in env.policies.values())
-
-
-def policy_sizes(env):
-    """Returns {policy: the number of its agents in one environment}."""
-    agents = range(num_agents(env))
-    return {name: len(agents[part]) for name, part in env.policies.items()}
 
 
 class Environments:
