@@ -70,9 +70,9 @@ csrc-test-%: setup
 	@echo "C++ tests, $*"
 	@build/csrc/$*/tests --minimal
 
-# torchbeast/torchbeast_pb2.py, which is committed: server hosts need no compiler.
+# torchbeast/remote/torchbeast_pb2.py, which is committed: server hosts need no compiler.
 proto: $(VENV)/.system
-	protoc -Icsrc --python_out=torchbeast csrc/torchbeast.proto
+	protoc -Icsrc --python_out=torchbeast/remote csrc/torchbeast.proto
 
 # What servers answer, then what learners ask. Found inputs go on from run to run.
 fuzz: setup build/csrc/fuzz/fuzz_stream

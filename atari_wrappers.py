@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 try:
     import ale_py

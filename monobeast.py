@@ -36,17 +36,13 @@ from torchbeast.actors import (
 )
 from torchbeast.calls import create
 from torchbeast.encoders import summary
-from torchbeast.environment import map_structure, probe
-from torchbeast.flags import (
-    Parser,
-    agent_parser,
-    number,
-    run_parser,
-)
+from torchbeast.environment import probe
+from torchbeast.flags import Parser, agent_parser, number, run_parser
 from torchbeast.learner import Learner
 from torchbeast.machine import num_cores
+from torchbeast.messages import BadInput, log
+from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
-from torchbeast.process import BadInput, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.threads import Threads

@@ -30,37 +30,25 @@ from torch import nn
 
 import polybeast_env
 import vtrace
-from torchbeast import (
-    agents,
-    devices,
-    ranks,
-    replay,
-    rollouts,
-    seeds,
-    streams,
-    tls,
-)
-from torchbeast.batch import MAX_ENVS
+from torchbeast import agents, devices, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import ResidualBlock, initialize, summary
-from torchbeast.environment import map_structure, probe
-from torchbeast.flags import (
-    Parser,
-    agent_parser,
-    number,
-    run_parser,
-)
+from torchbeast.environment import probe
+from torchbeast.flags import Parser, agent_parser, number, run_parser
 from torchbeast.gradients import set_gradients
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.machine import num_cores
+from torchbeast.messages import BadInput, Stop, log
+from torchbeast.nests import map_structure
 from torchbeast.networks import Network
 from torchbeast.normalization import NormalizedRewards
 from torchbeast.policies import make_agent
-from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
+from torchbeast.remote import streams, tls
+from torchbeast.remote.limits import MAX_ENVS
+from torchbeast.remote.servers import Servers
+from torchbeast.remote.streams import set_defaults
 from torchbeast.run import Run
-from torchbeast.servers import Servers
-from torchbeast.streams import set_defaults
 from torchbeast.threads import Threads
 
 # The agent.
@@ -314,8 +302,8 @@ def train(flags):
 
     Raises BadInput before anything is started.
     """
-    # gRPC logs each attempt to connect; torchbeast/streams.py says what matters. It
-    # reads the variable when it is loaded, which the import below does.
+    # gRPC logs each attempt to connect; torchbeast/remote/streams.py says what matters.
+    # It reads the variable when it is loaded, which the import below does.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:  # Not at the top: testing needs no C++.
         import libtorchbeast as core

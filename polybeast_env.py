@@ -18,17 +18,13 @@ import time
 from itertools import cycle, islice
 
 import atari_wrappers
-from torchbeast import environment, tls
-from torchbeast.batch import MAX_ENVS
+from torchbeast import environment
 from torchbeast.flags import Parser, number, run_command, text_or_path
 from torchbeast.machine import num_cores
-from torchbeast.process import (
-    BadInput,
-    allow_open_files,
-    handle_signals,
-    ignore_again,
-    log,
-)
+from torchbeast.messages import BadInput, log
+from torchbeast.process import allow_open_files, handle_signals, ignore_again
+from torchbeast.remote import tls
+from torchbeast.remote.limits import MAX_ENVS
 
 
 def environment_parser() -> argparse.ArgumentParser:
@@ -73,7 +69,7 @@ def create_env(flags, num_envs, render_mode=None, seed=None):
                 f"environment {flags.env} is not shown on a screen: use --mode test "
                 "--video FILE.mp4"
             )
-        from torchbeast.warp_host import HostEnvironment  # With torch.
+        from torchbeast.warp.host import HostEnvironment  # With torch.
 
         return HostEnvironment(create_warp_env(flags), num_envs)
     if atari_wrappers.is_atari(flags.env):
@@ -110,9 +106,9 @@ def create_warp_env(flags):
     another one. To use another environment, edit this function."""
     if not is_warp(flags.env):
         return None
-    from torchbeast import warp  # With torch.
+    from torchbeast.warp import autoreset  # With torch.
 
-    return warp.make(flags.env, **dict(flags.env_args))
+    return autoreset.make(flags.env, **dict(flags.env_args))
 
 
 # The command.
@@ -147,7 +143,7 @@ def parser():
 def serve(flags):
     """Serves until a signal. Returns the exit code."""
     # Not at the top: who only makes environments needs no gRPC.
-    from torchbeast import addresses, server, servers
+    from torchbeast.remote import addresses, server, servers
 
     if flags.num_servers is None:
         flags.num_servers = num_cores()

@@ -23,12 +23,12 @@ import vtrace
 from torchbeast import agents, ranks
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import has_images, initialize
-from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.messages import BadInput
+from torchbeast.nests import map_structure
 from torchbeast.networks import Network
 from torchbeast.normalization import NormalizedRewards, RunningStatistics
-from torchbeast.process import BadInput
 
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
 PRESETS = {

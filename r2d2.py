@@ -25,11 +25,11 @@ from torch import nn
 
 from torchbeast import agents, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
-from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
+from torchbeast.messages import BadInput
+from torchbeast.nests import map_structure
 from torchbeast.networks import Network
-from torchbeast.process import BadInput
 
 TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
 PRESETS = {

@@ -23,10 +23,10 @@ from torch import nn
 from torchbeast import agents, distributions, ranks, replay
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import mlp
-from torchbeast.environment import map_structure
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import map_structure
 from torchbeast.spaces import children
 
 LOG_STD = -5, 2  # Bounds.

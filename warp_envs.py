@@ -1,8 +1,9 @@
 """Environments on the device, for `python -m warpbeast --env warp/Tag`.
 
 Each class is one: pure functions of tensors, many environments at a time. The functions
-and the shapes are described in torchbeast/warp.py, how to write one in docs/warp.md. To
-add one, write it here, or in a module of your own: --env my_module:warp/MyEnv.
+and the shapes are described in torchbeast/warp/autoreset.py, how to write one in
+docs/warp.md. To add one, write it here, or in a module of your own:
+--env my_module:warp/MyEnv.
 
 E is the number of environments, N the number of agents in one. Numbers that are
 attributes of a class are what its environments are made of; arguments of its
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from torchbeast.nearest import nearest
+from torchbeast.warp.nearest import nearest
 
 ONE = {"agent": slice(0, 1)}  # The policies where there is one agent.
 

@@ -21,21 +21,17 @@ from collections import deque
 import torch
 
 import polybeast_env
-from torchbeast import devices, machine, policies, ranks, rollouts, seeds, warp
+from torchbeast import devices, machine, policies, ranks, rollouts, seeds
 from torchbeast.encoders import summary
-from torchbeast.environment import leaves, map_structure
-from torchbeast.flags import (
-    Parser,
-    agent_parser,
-    number,
-    run_parser,
-)
+from torchbeast.flags import Parser, agent_parser, number, run_parser
 from torchbeast.learner import Learner
+from torchbeast.messages import BadInput, Stop, log
+from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import Policies, check_policy, make_agent, policy_sizes
-from torchbeast.process import BadInput, Stop, log
 from torchbeast.program import run_program
 from torchbeast.run import Run
-from torchbeast.warp_check import check
+from torchbeast.warp import autoreset
+from torchbeast.warp.check import check
 
 CHECKED = "observation", "reward"  # Whether they are finite.
 WARM_UP = 3  # Rollouts that are not captured yet: libraries choose their kernels.
@@ -134,7 +130,7 @@ class Rollouts:
 
     def __init__(self, flags, env, num_envs, agents, specs, device):
         self.T, self.num_envs, self.agents = flags.unroll_length, num_envs, agents
-        self.envs = warp.Environments(env, num_envs, device)
+        self.envs = autoreset.Environments(env, num_envs, device)
         self.step_envs = self.envs.step
         if flags.compile:
             self.step_envs = torch.compile(self.envs.step, dynamic=False)
@@ -287,7 +283,7 @@ def check_memory(env, num_envs, specs, device):
 
 def first_steps(env, agents, flags):
     """Returns {policy: what one rollout of its agents holds}."""
-    envs = warp.Environments(env, 2, torch.device("cpu"))
+    envs = autoreset.Environments(env, 2, torch.device("cpu"))
     _, step = envs.begin(envs.uniforms())
     specs = {}
     if len({rollouts.burn_in(agent) for agent in agents.values()}) > 1:

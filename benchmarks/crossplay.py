@@ -16,18 +16,19 @@ import statistics
 
 import torch
 
-from torchbeast import checkpoint, warp
-from torchbeast.consistency import random_actions
-from torchbeast.environment import map_structure
+from torchbeast import checkpoint
+from torchbeast.nests import map_structure
 from torchbeast.policies import Policies
 from torchbeast.seeds import set_seed
+from torchbeast.warp import autoreset
+from torchbeast.warp.consistency import random_actions
 
 
 def load(path):
     """Returns (environment, Policies with trained weights)."""
     saved = checkpoint.load(path / "model.tar")
     flags = argparse.Namespace(**saved["flags"])
-    env = warp.make(flags.env, **dict(flags.env_args))
+    env = autoreset.make(flags.env, **dict(flags.env_args))
     agent = Policies(flags, env)
     agent.net.eval()
     checkpoint.load_agent_state(agent, saved, path)
@@ -38,7 +39,7 @@ def load(path):
 def play(env, agent, trained, num_envs):
     """Returns the means {metric: number} over the first episode of each of num_envs
     environments. trained: names of the policies that are not random."""
-    envs = warp.Environments(env, num_envs, torch.device("cpu"))
+    envs = autoreset.Environments(env, num_envs, torch.device("cpu"))
     random = torch.Generator().manual_seed(1)
     carry, step = envs.begin(envs.uniforms())
     core_state = agent.initial_state(num_envs * envs.num_agents)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import atari_wrappers  # noqa: E402
 import polybeast_env  # noqa: E402
 from torchbeast import environment, machine  # noqa: E402
-from torchbeast.environment import map_structure  # noqa: E402
+from torchbeast.nests import map_structure  # noqa: E402
 from torchbeast.process import keep_freed_memory  # noqa: E402
 
 

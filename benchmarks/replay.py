@@ -27,8 +27,8 @@ import time
 import numpy as np
 import torch
 
-from torchbeast.environment import map_structure
 from torchbeast.machine import cpu_name
+from torchbeast.nests import map_structure
 from torchbeast.process import keep_freed_memory
 from torchbeast.replay import Replay
 

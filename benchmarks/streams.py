@@ -34,8 +34,8 @@ def messages():
     """Returns the method that hosts call, what they send first, and then each time."""
     sys.path.insert(0, str(ROOT))
     import polybeast_env  # Here: hosts are to start within a moment.
-    from torchbeast import protocol, server
-    from torchbeast import torchbeast_pb2 as pb
+    from torchbeast.remote import protocol, server
+    from torchbeast.remote import torchbeast_pb2 as pb
 
     flags = polybeast_env.parser().parse_args(["--env", ENV])
     env = polybeast_env.create_env(flags, 1)

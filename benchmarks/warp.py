@@ -28,12 +28,13 @@ import torch
 
 import warpbeast
 from tests import warp_references
-from torchbeast import machine, policies, warp
-from torchbeast.consistency import random_actions
+from torchbeast import machine, policies
 from torchbeast.flags import parse_args
 from torchbeast.learner import Learner
 from torchbeast.process import keep_freed_memory
 from torchbeast.run import Run
+from torchbeast.warp import autoreset
+from torchbeast.warp.consistency import random_actions
 
 ROOT = pathlib.Path(__file__).parent.parent
 GRID, PLANE = "warp/TagGridWorld", "warp/Tag"
@@ -79,11 +80,11 @@ class Case:
         flags = parse_args(warpbeast.program_parser(), argv)
         flags.command = ["warpbeast", *argv]
         self.args = dict(flags.env_args)
-        self.env = warp.make(self.env_id, **self.args)
+        self.env = autoreset.make(self.env_id, **self.args)
         self.num_agents = policies.num_agents(self.env)
         warpbeast.set_defaults(flags, self.num_agents)
         flags.precision, self.T = "float32", flags.unroll_length
-        self.envs = warp.Environments(self.env, self.num_envs, device)
+        self.envs = autoreset.Environments(self.env, self.num_envs, device)
         self.agent = policies.make_agent(flags, self.env)
         self.several = isinstance(self.agent, policies.Policies)
         acting = self.agent.agents if self.several else {"agent": self.agent}
@@ -98,7 +99,7 @@ class Case:
         random = torch.Generator().manual_seed(1)
         self.actions = [random_actions(self.envs, random) for _ in range(self.T)]
         carry, _ = self.envs.begin(self.envs.uniforms())
-        self.carry = warp.map_structure(torch.clone, carry)
+        self.carry = autoreset.map_structure(torch.clone, carry)
         self.graph = None
 
     def steps(self):
@@ -117,7 +118,7 @@ class Case:
         carry = self.carry
         for action in self.actions:
             carry, _, _ = self.envs.step(carry, action, self.envs.uniforms())
-        warp.map_structure(lambda x, into: into.copy_(x), carry, self.carry)
+        autoreset.map_structure(lambda x, into: into.copy_(x), carry, self.carry)
 
     def act(self):
         self.agent.net.eval()

@@ -13,8 +13,9 @@ from tests import (
     warp_references,
 )
 from tests.programs import read_logs, run
-from torchbeast import consistency, devices, nearest
+from torchbeast import devices
 from torchbeast.learner import PublishedWeights
+from torchbeast.warp import consistency, nearest
 
 CUDA = torch.device("cuda:0")
 # By default cuDNN computes float32 convolutions in TF32: 11 % off for the deep network.

@@ -36,7 +36,7 @@ from tests.programs import (
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import learn, serve
 from torchbeast import files
-from torchbeast.server import EnvironmentServer
+from torchbeast.remote.server import EnvironmentServer
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 # Its learner does not keep a core busy while a test waits for something else.

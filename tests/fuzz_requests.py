@@ -20,11 +20,11 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from torchbeast import torchbeast_pb2 as pb
 from torchbeast.environment import Environment
-from torchbeast.process import log
-from torchbeast.protocol import PROTOCOL_VERSION
-from torchbeast.server import EnvironmentServer
+from torchbeast.messages import log
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.protocol import PROTOCOL_VERSION
+from torchbeast.remote.server import EnvironmentServer
 
 E = 2
 

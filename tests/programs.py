@@ -23,7 +23,8 @@ import torch
 
 from tests.supervisor import cmdline, marked, stat
 from torchbeast import process
-from torchbeast.process import SIGNALS, log
+from torchbeast.messages import log
+from torchbeast.process import SIGNALS
 
 ROOT = pathlib.Path(__file__).parent.parent
 TIMEOUT_S = 300  # Against hangs; nothing takes a tenth of it.
@@ -160,7 +161,7 @@ class Program:
 
     def workers(self):
         """Process ids of actors or servers. (multiprocessing has helpers, too.)"""
-        names = "spawn_main", "torchbeast.server", "torchbeast.dialer"
+        names = "spawn_main", "torchbeast.remote.server", "torchbeast.remote.dialer"
         return [
             pid
             for pid in children(self.process.pid)

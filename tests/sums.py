@@ -8,7 +8,7 @@ import torch
 
 from torchbeast import ranks
 from torchbeast.gradients import set_gradients
-from torchbeast.process import Stop
+from torchbeast.messages import Stop
 
 
 def make_batch(B):

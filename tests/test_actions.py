@@ -13,9 +13,10 @@ from tests.envs import Target
 from tests.programs import main, read_logs
 from tests.test_agent import parse
 from tests.test_spaces import Sampler
-from torchbeast.environment import Environment, leaves, map_structure
+from torchbeast.environment import Environment
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves, map_structure
 from torchbeast.old_gym import as_space
-from torchbeast.process import BadInput
 from torchbeast.spaces import Actions
 
 LOW = np.array([-1, -np.inf, 0, -np.inf])

@@ -20,8 +20,8 @@ from tests import envs
 from tests.faulty_envs import Nested
 from tests.programs import main, read_logs
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
-from torchbeast.environment import leaves, map_structure
 from torchbeast.flags import parse_args
+from torchbeast.nests import leaves, map_structure
 
 T, B = 5, 4
 CPU = torch.device("cpu")

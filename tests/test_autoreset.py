@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from tests import envs
 from torchbeast.environment import Environment
-from torchbeast.process import BadInput, log
+from torchbeast.messages import BadInput, log
 
 E = 4
 

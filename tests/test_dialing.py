@@ -28,11 +28,11 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import CARTPOLE
-from torchbeast import dialer, streams, tls
-from torchbeast import torchbeast_pb2 as pb
-from torchbeast.addresses import why_not_free
-from torchbeast.process import BadInput
-from torchbeast.protocol import LEARNER_SERVICE, PROTOCOL_VERSION
+from torchbeast.messages import BadInput
+from torchbeast.remote import dialer, streams, tls
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.addresses import why_not_free
+from torchbeast.remote.protocol import LEARNER_SERVICE, PROTOCOL_VERSION
 
 
 def here():

@@ -15,8 +15,8 @@ from torchbeast.distributions import (
     SquashedGaussian,
     make,
 )
-from torchbeast.environment import leaves
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves
 from torchbeast.spaces import Actions
 
 LEADING = (3, 4)

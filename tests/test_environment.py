@@ -15,8 +15,9 @@ from gymnasium.vector import (
 )
 
 from tests import envs
-from torchbeast.environment import Environment, leaves, map_structure
-from torchbeast.process import log
+from torchbeast.environment import Environment
+from torchbeast.messages import log
+from torchbeast.nests import leaves, map_structure
 
 E = 3
 FIELDS = {

@@ -12,10 +12,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 import polybeast_env
 from tests import faulty_envs
-from torchbeast import server
-from torchbeast import torchbeast_pb2 as pb
 from torchbeast.environment import Environment, make
-from torchbeast.protocol import PROTOCOL_VERSION
+from torchbeast.remote import server
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.protocol import PROTOCOL_VERSION
 from torchbeast.seeds import derive_seed
 
 

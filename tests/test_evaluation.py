@@ -13,8 +13,8 @@ import polybeast_env
 from tests.programs import main, read_logs
 from torchbeast.environment import probe
 from torchbeast.evaluation import Evaluator
+from torchbeast.messages import log
 from torchbeast.policies import make_agent
-from torchbeast.process import log
 
 CATCH = "tests.envs:torchbeast/Catch-v0"
 

@@ -43,8 +43,9 @@ from tests.programs import (
     wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
-from torchbeast import actors, files, machine, process, servers
-from torchbeast.process import BadInput
+from torchbeast import actors, files, machine, process
+from torchbeast.messages import BadInput
+from torchbeast.remote import servers
 from torchbeast.run import COLUMNS
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
@@ -339,7 +340,7 @@ def test_signals_end_a_run_whose_output_nobody_reads(savedir, module):
         with contextlib.suppress(BlockingIOError):
             while True:
                 os.write(fill, b" ")
-        names = "spawn_main", "torchbeast.server"
+        names = "spawn_main", "torchbeast.remote.server"
         [child] = [
             pid
             for pid in children(process.pid)

@@ -17,7 +17,7 @@ import pytest
 from tests.programs import ROOT, TIMEOUT_S, Program, command, run
 from torchbeast import combinations
 from torchbeast.launch import launch
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 TINY = (sys.executable, "-m", "tests.tiny_program")
 CATCH = ("--env", "tests.envs:torchbeast/Catch-v0", "--num_actors", 0,

@@ -12,7 +12,9 @@ from tests.programs import ROOT, args, load, run
 MODULES = {"monobeast", "polybeast", "polybeast_env"}
 MODULES |= {"warpbeast", "warp_envs", "ppo", "r2d2", "sac"}
 MODULES |= {"atari_wrappers", "vtrace", "libtorchbeast"}
-PACKAGE = sorted((ROOT / "torchbeast").glob("*.py"))
+AGENTS = {"ppo", "r2d2", "sac"}
+PACKAGE = sorted((ROOT / "torchbeast").rglob("*.py"))
+WINGS = "torchbeast.remote", "torchbeast.warp"  # Whoever reads an agent enters neither.
 
 
 def python(code, cwd=ROOT):
@@ -24,7 +26,8 @@ def python(code, cwd=ROOT):
 
 
 def test_a_server_host_imports_neither_torch_nor_the_cpp_part():
-    code = """import sys, polybeast_env, torchbeast.server, torchbeast.servers
+    code = """import sys, polybeast_env
+import torchbeast.remote.server, torchbeast.remote.servers
 print(*sorted({name.partition(".")[0] for name in sys.modules}))"""
     modules = set(python(code).split())
     assert {"grpc", "gymnasium", "torchbeast"} <= modules
@@ -47,7 +50,7 @@ def test_the_top_level_of_the_distribution_is_no_more_than_what_users_edit():
     modules = re.search(r"^py-modules = (\[.*?\])", text, re.M | re.S)[1]
     packages = re.search(r"^packages = (\[.*?\])", text, re.M | re.S)[1]
     assert set(ast.literal_eval(modules)) == MODULES
-    assert ast.literal_eval(packages) == ["torchbeast"]
+    assert ast.literal_eval(packages) == ["torchbeast", *WINGS]
     assert {path.stem for path in ROOT.glob("*.py")} == {*MODULES, "setup"}
 
 
@@ -69,12 +72,29 @@ def test_nothing_in_torchbeast_imports_a_program_or_an_agent():
         assert not roots & {"tests", "benchmarks"}, path
 
 
+def test_an_agent_imports_no_program_and_nothing_of_the_network():
+    for name in AGENTS:
+        modules = set(imported(ROOT / f"{name}.py"))
+        assert not {x.partition(".")[0] for x in modules} & (MODULES - {"vtrace"}), name
+        assert not [x for x in modules if x.startswith(WINGS)], name
+    loaded = set(python("import sys, ppo, r2d2, sac; print(*sys.modules)").split())
+    assert "torchbeast.agents" in loaded
+    assert not loaded & {"polybeast", "monobeast", "polybeast_env"}
+    assert not [name for name in loaded if name.startswith(WINGS)]
+
+
+def test_what_all_read_imports_nothing_of_the_wings():
+    for path in PACKAGE:
+        if path.parent.name == "torchbeast" and path.stem != "consistency":
+            assert not [x for x in imported(path) if x.startswith(WINGS)], path
+
+
 def test_no_arrow_of_imports_runs_back_up():
-    names = {f"torchbeast.{path.stem}" for path in PACKAGE}
-    graph = {
-        f"torchbeast.{path.stem}": names.intersection(imported(path))
-        for path in PACKAGE
-    }
+    def name(path):
+        return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+    names = {name(path) for path in PACKAGE}
+    graph = {name(path): names.intersection(imported(path)) for path in PACKAGE}
     assert graph["torchbeast.learner"]  # They are found.
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names one.
 

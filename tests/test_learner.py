@@ -14,8 +14,8 @@ from torch import nn
 import monobeast
 import polybeast
 from torchbeast import devices, encoders, environment, gradients
-from torchbeast.environment import map_structure
 from torchbeast.learner import PublishedWeights
+from torchbeast.nests import map_structure
 from torchbeast.threads import Threads
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from gymnasium.vector import SyncVectorEnv
 
 from tests import envs
 from torchbeast import environment
-from torchbeast.batch import Vector
 from torchbeast.environment import Environment
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.vector import Vector
 
 
 @pytest.mark.parametrize("action", [0, [0], [0, 0, 0], [[0], [0]]], ids=str)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from torchbeast import nearest
+from torchbeast.warp import nearest
 
 
 def agents(num_envs, num_agents, device="cpu", dtype=torch.float32):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from tests.programs import ROOT, SERIAL, args, main, read_logs
 from torchbeast import logs, plot
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 
 def make_run(path, rows=((10, 0.0), (20, 1.0)), **flags):

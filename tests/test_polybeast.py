@@ -34,8 +34,8 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import COUNTER, free_port, servers
 from torchbeast import devices, files, learner
-from torchbeast.environment import map_structure
-from torchbeast.process import Stop
+from torchbeast.messages import Stop
+from torchbeast.nests import map_structure
 from torchbeast.stages import STAGES
 
 CARTPOLE = ["--env", "CartPole-v1"]

@@ -20,13 +20,15 @@ import polybeast_env
 from tests import fuzz_requests
 from tests.csrc import make_corpus
 from tests.programs import ROOT, Program, run
-from torchbeast import protocol, server
-from torchbeast import torchbeast_pb2 as pb
-from torchbeast.addresses import count_up
-from torchbeast.environment import Environment, leaves, make
-from torchbeast.process import SIGNALS, BadInput
+from torchbeast.environment import Environment, make
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves
+from torchbeast.process import SIGNALS
+from torchbeast.remote import protocol, server
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.addresses import count_up
+from torchbeast.remote.server import MAX_STREAMS, EnvironmentServer, start_threads
 from torchbeast.seeds import derive_seed
-from torchbeast.server import MAX_STREAMS, EnvironmentServer, start_threads
 
 COUNTER = "tests.envs:torchbeast/Counter-v0"
 NESTED = "tests.faulty_envs:Nested-v0"

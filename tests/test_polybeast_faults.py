@@ -25,9 +25,9 @@ from tests.programs import (
 from tests.test_actor_pool import Learner
 from tests.test_polybeast import directories
 from tests.test_polybeast_env import READY, free_port
-from torchbeast import protocol
-from torchbeast import torchbeast_pb2 as pb
-from torchbeast.server import make_welcome
+from torchbeast.remote import protocol
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.server import make_welcome
 
 CARTPOLE = "CartPole-v1"
 

@@ -14,8 +14,8 @@ from tests import envs
 from tests.programs import main, read_logs, refusal
 from tests.test_agent import make_actor
 from torchbeast import environment
-from torchbeast.environment import map_structure
 from torchbeast.flags import parse_args
+from torchbeast.nests import map_structure
 
 T, B = 7, 4
 CPU = torch.device("cpu")

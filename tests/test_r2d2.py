@@ -26,9 +26,9 @@ from tests.programs import (
 )
 from tests.test_agent import batches, make_actor
 from torchbeast import environment, replay
-from torchbeast.environment import map_structure
 from torchbeast.flags import parse_args
-from torchbeast.process import BadInput, log
+from torchbeast.messages import BadInput, log
+from torchbeast.nests import map_structure
 from torchbeast.targets import n_step_returns, rescale, unscale
 
 T, B, K = 7, 4, 3
@@ -521,7 +521,7 @@ def test_memory_longer_than_the_burn_in_needs_the_stored_state(tmp_path):
     (tmp_path / "forgets.py").write_text("""
 import r2d2
 from r2d2 import parser
-from torchbeast.environment import map_structure
+from torchbeast.nests import map_structure
 
 class Agent(r2d2.Agent):
     def td_errors(self, batch, sampled=False):

@@ -14,8 +14,8 @@ from tests import envs
 from tests.faulty_envs import Nested
 from tests.test_agent import batches, make_actor, parse
 from torchbeast import environment, machine, process, replay
-from torchbeast.environment import leaves, map_structure
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves, map_structure
 from torchbeast.replay import Credit, Replay, SumTree
 
 T, B = 7, 3

@@ -13,7 +13,7 @@ from tests.programs import SERIAL, load, main, read_logs, refusal
 from tests.test_program import LOG, STATISTICS, serial_run, small_run
 from torchbeast import ranks
 from torchbeast import run as run_module
-from torchbeast.process import Stop
+from torchbeast.messages import Stop
 from torchbeast.run import COLUMNS, Run
 
 

@@ -13,9 +13,9 @@ from tests import envs
 from tests.programs import main, read_logs
 from tests.test_agent import batches, make_actor
 from torchbeast import environment
-from torchbeast.environment import map_structure
 from torchbeast.flags import parse_args
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import map_structure
 
 T, B = 5, 4
 CPU = torch.device("cpu")

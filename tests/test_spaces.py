@@ -21,8 +21,9 @@ from tests import envs
 from tests.test_environment import play, random_actions, same
 from tests.test_make import raises
 from torchbeast.calls import EnvironmentRaised
-from torchbeast.environment import Environment, first_step, leaves
-from torchbeast.process import BadInput, log
+from torchbeast.environment import Environment, first_step
+from torchbeast.messages import BadInput, log
+from torchbeast.nests import leaves
 from torchbeast.spaces import BadStep
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchbeast import addresses, machine, process, streams
-from torchbeast.process import BadInput, Stop
+from torchbeast import machine, process
+from torchbeast.messages import BadInput, Stop
+from torchbeast.remote import addresses, streams
 
 
 class Pool:

@@ -22,9 +22,9 @@ from tests.test_polybeast_faults import (
     serve,
     wait_for_steps,
 )
-from torchbeast import tls
-from torchbeast.process import BadInput
-from torchbeast.server import MAX_CONNECTIONS
+from torchbeast.messages import BadInput
+from torchbeast.remote import tls
+from torchbeast.remote.server import MAX_CONNECTIONS
 
 OTHER_HOSTS = "expected --tls_cert, --tls_key and --tls_ca, or --insecure"
 

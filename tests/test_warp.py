@@ -11,11 +11,12 @@ from gymnasium import spaces
 
 import warp_envs
 from tests import warp_references
-from torchbeast import consistency, environment, warp
-from torchbeast.environment import leaves, map_structure
-from torchbeast.process import BadInput
-from torchbeast.warp_check import check
-from torchbeast.warp_host import HostEnvironment
+from torchbeast import environment
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves, map_structure
+from torchbeast.warp import autoreset, consistency
+from torchbeast.warp.check import check
+from torchbeast.warp.host import HostEnvironment
 
 CPU = torch.device("cpu")
 SMALL_TAG = dict(num_taggers=3, num_runners=5, size=4.0, max_steps=40, num_nearest=4,
@@ -35,7 +36,7 @@ ENVS = {
 
 
 def make(name, **kwargs):
-    return warp.make(f"warp/{name}", **kwargs)
+    return autoreset.make(f"warp/{name}", **kwargs)
 
 
 @pytest.mark.parametrize("case", ENVS)
@@ -220,9 +221,9 @@ class Leaving:
 
 def steps_of(env, num_envs, num_steps):
     """The steps [T, E, N, ...] of an environment whose actions are all 1, as arrays."""
-    envs = warp.Environments(env, num_envs, CPU)
+    envs = autoreset.Environments(env, num_envs, CPU)
     carry, step = envs.begin(envs.uniforms())
-    action = warp.no_action(env, num_envs, envs.num_agents, CPU) + 1
+    action = autoreset.no_action(env, num_envs, envs.num_agents, CPU) + 1
     steps, metrics = [step], []
     for _ in range(num_steps):
         carry, step, totals = envs.step(carry, action, envs.uniforms())
@@ -289,7 +290,7 @@ def make_leaving():
 
 def test_numbers_are_clipped_to_the_bounds_of_actions():
     env = make("Pendulum")
-    envs = warp.Environments(env, 3, CPU)
+    envs = autoreset.Environments(env, 3, CPU)
     u = envs.uniforms()
     carry, _ = envs.begin(u)
     one, _, _ = envs.step(carry, torch.full((3, 1, 1), 9.0), u)
@@ -301,12 +302,15 @@ def test_numbers_are_clipped_to_the_bounds_of_actions():
 @pytest.mark.parametrize("case", ["CartPole", "grid", "levels"])
 def test_compiled_environments_are_the_same(case):
     name, args = ENVS[case]
-    envs = warp.Environments(make(name, **args), 16, CPU)
+    envs = autoreset.Environments(make(name, **args), 16, CPU)
     compiled = torch.compile(envs.step, dynamic=False)
     carry, _ = envs.begin(envs.uniforms())
     other = carry
     for _ in range(50):
-        u, action = envs.uniforms(), warp.no_action(envs.env, 16, envs.num_agents, CPU)
+        u, action = (
+            envs.uniforms(),
+            autoreset.no_action(envs.env, 16, envs.num_agents, CPU),
+        )
         action = torch.randint_like(action, 2)
         carry, step, _ = envs.step(carry, action, u)
         other, expected, _ = compiled(other, action, u)
@@ -497,7 +501,7 @@ def test_an_environment_without_a_function_is_named():
 )
 def test_what_cannot_be_made_is_named(env_id, args, error):
     with pytest.raises(BadInput, match=error):
-        warp.make(env_id, **args)
+        autoreset.make(env_id, **args)
 
 
 def test_arguments_of_an_environment_are_pythons_values_or_texts():

@@ -14,9 +14,10 @@ import polybeast_env
 import warpbeast
 from tests import test_warp
 from tests.programs import ROOT, load, main, read_logs, refusal, run
-from torchbeast import machine, policies, rollouts, seeds, warp
-from torchbeast.environment import map_structure
+from torchbeast import machine, policies, rollouts, seeds
 from torchbeast.flags import parse_args
+from torchbeast.nests import map_structure
+from torchbeast.warp import autoreset
 
 DEVICE = torch.device("cpu")  # Another one in tests/cuda.py.
 GRID = ("--env", "warp/TagGridWorld", "--env_args", "size=4", "num_taggers=2")
@@ -223,7 +224,7 @@ def test_rollouts_go_on_where_the_one_before_ended(lstm):
 
 @pytest.mark.parametrize("burn_in", [0, 2, T + 3])
 def test_the_recurrent_state_is_that_of_the_first_step(burn_in):
-    env = warp.make("warp/CartPole")
+    env = autoreset.make("warp/CartPole")
     greedy = ["--exploration", 0, 0, "--exploration_steps", 0]
     args = ["--agent", "r2d2", "--burn_in", burn_in, *greedy]
     acting = make_rollouts(*args, env=env)

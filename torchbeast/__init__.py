@@ -1,1 +1,26 @@
-"""What carries the programs and the agents. Forking a program needs no edit in here."""
+"""What carries the programs and the agents. Forking a program needs no edit in here.
+
+To understand X, open Y, in the order of a step's way from its environment to a gradient:
+
+    environment.py    a step: what each field means, and when an episode ends
+    spaces.py         which observations and actions are supported
+    vector.py         environments that step together; how they begin anew
+    actors.py         MonoBeast's actor processes, and the shared memory they fill
+    rollouts.py       what a rollout holds
+    agents.py         what all agents share; policies.py: several agents as one
+    networks.py       encoder, LSTM and heads; encoders.py: observations to features
+    distributions.py  policies over any space of actions
+    learner.py        an update: learn, count, publish, evaluate
+    gradients.py      a loss's gradients, in slices, and summed over several learners
+    normalization.py  running statistics of observations and rewards
+    replay.py         what was seen before, for targets.py and V-trace
+    ranks.py          several learners: who votes, what is summed
+    run.py            logs and the run's directory; checkpoint.py: model.tar
+    program.py        a program's command line; flags.py: flags that all have
+    play.py           --mode test; evaluation.py: the same beside training
+    process.py        signals, and how processes end; messages.py: what they say
+
+    launch.py, plot.py, consistency.py    commands of their own
+    remote/           PolyBeast's servers, streams and protocol
+    warp/             WarpBeast's environments: autoreset, checks, kernels
+"""

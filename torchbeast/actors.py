@@ -21,19 +21,14 @@ import torch
 import torch.multiprocessing as mp
 
 from torchbeast import calls, seeds
-from torchbeast.environment import leaves, map_structure
+from torchbeast.messages import BadInput, Repeated, Stop, first_line, log, setup_logging
+from torchbeast.nests import leaves, map_structure
 from torchbeast.process import (
-    BadInput,
-    Repeated,
-    Stop,
     allow_open_files,
     end_group,
-    first_line,
     keep_freed_memory,
     kill_group,
     lead_group,
-    log,
-    setup_logging,
     signals_blocked,
 )
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from torchbeast import distributions, encoders, normalization, rollouts
 from torchbeast.checkpoint import load_weights
-from torchbeast.environment import map_structure
 from torchbeast.flags import number
+from torchbeast.nests import map_structure
 from torchbeast.normalization import NormalizedEncoder
 
 # What networks read of a step.

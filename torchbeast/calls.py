@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 
-from torchbeast.process import BadInput, end_group, first_line
+from torchbeast.messages import BadInput, first_line
+from torchbeast.process import end_group
 
 _calls = {}  # {thread: its calls that have not returned, the innermost last}.
 

@@ -12,7 +12,7 @@ import shutil
 import torch
 
 from torchbeast.files import write_atomically
-from torchbeast.process import BadInput, first_line
+from torchbeast.messages import BadInput, first_line
 
 
 def write(path, checkpoint):

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 MAX_RUNS = 10_000
 

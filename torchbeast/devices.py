@@ -8,8 +8,8 @@ import torch
 
 from torchbeast import ranks
 from torchbeast.encoders import has_images
-from torchbeast.environment import map_structure
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import map_structure
 
 
 def set_defaults(flags):

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter, deque
 
-from torchbeast.process import log
+from torchbeast.messages import log
 
 
 class Display:

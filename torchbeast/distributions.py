@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 from torchbeast.spaces import children, unsupported_actions
 
 IMPOSSIBLE = -1e9  # The logit of a choice that a number does not have.

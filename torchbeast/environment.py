@@ -42,41 +42,17 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast.batch import Batch, Vector
 from torchbeast.calls import Call, create
+from torchbeast.messages import BadInput, first_line, log
+from torchbeast.nests import map_structure
 from torchbeast.old_gym import as_gymnasium
-from torchbeast.process import BadInput, first_line, log
 from torchbeast.spaces import BadStep, check_finite
+from torchbeast.vector import Separate, Vector
 
 LOG_EVERY_S = 10  # While environments are made.
 MAX_METRICS = 100  # Of an episode.
 # Of a column of logs.csv: ASCII without spaces, commas and quotes.
 NAME = r"[!#-+\--~]{1,100}"
-
-
-def map_structure(fn, nest, *others):
-    """Applies fn to every leaf of nested dicts and tuples. The others have the nest's
-    structure, or more entries."""
-    if isinstance(nest, dict):
-        return {
-            k: map_structure(fn, x, *(o[k] for o in others)) for k, x in nest.items()
-        }
-    if isinstance(nest, (tuple, list)):
-        return tuple(map_structure(fn, *leaves) for leaves in zip(nest, *others))
-    return fn(nest, *others)
-
-
-def leaves(nest, path=""):
-    """Returns [(path, leaf)] of nested dicts and tuples, in order. A path is like
-    'observation/image'."""
-    if isinstance(nest, dict):
-        items = nest.items()
-    elif isinstance(nest, (tuple, list)):
-        items = enumerate(nest)
-    else:
-        return [(path, nest)]
-    prefix = f"{path}/" if path else ""
-    return [leaf for k, v in items for leaf in leaves(v, f"{prefix}{k}")]
 
 
 def argument(text):
@@ -200,7 +176,7 @@ class Environment:
             envs = [as_gymnasium(e) for e in (env if isinstance(env, list) else [env])]
             if not envs:
                 raise BadInput("no environment: expected one or more")
-            self.env = Batch(envs)
+            self.env = Separate(envs)
         self.name = self.env.name
         self.num_envs = self.env.num_envs
         self.observation_space = self.env.observations.space

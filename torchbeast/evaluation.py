@@ -15,15 +15,9 @@ import torch.multiprocessing as mp
 
 from torchbeast import calls, play
 from torchbeast.checkpoint import from_bytes, to_bytes
+from torchbeast.messages import log, setup_logging
 from torchbeast.policies import make_agent
-from torchbeast.process import (
-    end_group,
-    kill_group,
-    lead_group,
-    log,
-    setup_logging,
-    signals_blocked,
-)
+from torchbeast.process import end_group, kill_group, lead_group, signals_blocked
 from torchbeast.seeds import derive_seed
 
 

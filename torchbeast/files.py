@@ -10,7 +10,7 @@ import platform
 import stat
 import tempfile
 
-from torchbeast.process import log
+from torchbeast.messages import log
 
 
 class Locked(Exception):

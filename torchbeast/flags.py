@@ -13,13 +13,12 @@ import signal
 import sys
 import time
 
+from torchbeast.messages import BadInput, setup_logging
 from torchbeast.process import (
-    BadInput,
     children,
     keep_freed_memory,
     kill_children,
     open_standard_files,
-    setup_logging,
     terminable,
 )
 

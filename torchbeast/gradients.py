@@ -7,8 +7,8 @@ import torch
 
 from torchbeast import ranks
 from torchbeast.encoders import SLICE_BYTES
-from torchbeast.environment import leaves, map_structure
-from torchbeast.process import log
+from torchbeast.messages import log
+from torchbeast.nests import leaves, map_structure
 
 MIN_RECURRENT = 8  # Rollouts of a slice: an LSTM of fewer would take as long.
 MAX_STATISTICS = 1024  # Numbers in them.

@@ -24,7 +24,8 @@ from torchbeast.combinations import combinations, difference, parse_varied
 from torchbeast.display import Table
 from torchbeast.flags import Parser, number, run_command, run_parser
 from torchbeast.machine import core_shares, num_cores
-from torchbeast.process import BadInput, Signals, first_line, follow_parent, kill_group
+from torchbeast.messages import BadInput, first_line
+from torchbeast.process import Signals, follow_parent, kill_group
 
 
 def parser():

@@ -12,7 +12,8 @@ import torch
 from torchbeast import checkpoint, ranks, stages
 from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line
-from torchbeast.process import BadInput, Signals, Stop, log
+from torchbeast.messages import BadInput, Stop, log
+from torchbeast.process import Signals
 
 
 class PublishedWeights:

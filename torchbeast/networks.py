@@ -5,7 +5,7 @@ from torch import nn
 
 from torchbeast import distributions
 from torchbeast.encoders import LSTM
-from torchbeast.environment import map_structure
+from torchbeast.nests import map_structure
 
 
 class Network(nn.Module):

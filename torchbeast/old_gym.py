@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 
 def as_gymnasium(env) -> gymnasium.Env:

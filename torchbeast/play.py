@@ -12,10 +12,11 @@ import torch
 
 from torchbeast import checkpoint, run, seeds
 from torchbeast.calls import create
-from torchbeast.environment import first_step, map_structure
+from torchbeast.environment import first_step
 from torchbeast.files import write_atomically
+from torchbeast.messages import BadInput, log
+from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
-from torchbeast.process import BadInput, log
 
 
 def test(flags, create_env):

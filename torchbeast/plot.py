@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter
 
 from torchbeast import logs
 from torchbeast.flags import UNCOMPARED, Parser, run_command
-from torchbeast.process import BadInput, log
+from torchbeast.messages import BadInput, log
 
 
 def parser():

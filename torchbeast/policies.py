@@ -7,9 +7,9 @@ import re
 import torch
 from torch import nn
 
-from torchbeast.environment import map_structure
 from torchbeast.flags import Parser, agent_parser, load_agent
-from torchbeast.process import BadInput, first_line
+from torchbeast.messages import BadInput, first_line
+from torchbeast.nests import map_structure
 
 
 def make_agent(flags, env):

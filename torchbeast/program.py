@@ -6,7 +6,7 @@ import sys
 
 from torchbeast import checkpoint, play, ranks, run
 from torchbeast.flags import Parser, error_line, parse_args, run_command, run_parser
-from torchbeast.process import BadInput, Stop
+from torchbeast.messages import BadInput, Stop
 
 
 def run_program(prog, parser, train, create_env, argv=None):

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from torchbeast import machine, seeds
-from torchbeast.process import BadInput, Stop, first_line, log
+from torchbeast.messages import BadInput, Stop, first_line, log
 
 JOIN_TIMEOUT_S = 600
 VOTE_TIMEOUT_S = 50  # After which a rank that does not vote is gone.

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from torchbeast import machine, ranks
-from torchbeast.environment import leaves, map_structure
 from torchbeast.flags import number
-from torchbeast.process import BadInput, check_signals, log
+from torchbeast.messages import BadInput, log
+from torchbeast.nests import leaves, map_structure
+from torchbeast.process import check_signals
 
 
 def add_size_flag(group, size):

@@ -23,8 +23,8 @@ import math
 import torch
 
 from torchbeast import machine
-from torchbeast.environment import leaves, map_structure
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves, map_structure
 
 EPISODE_FIELDS = (
     "terminated",
@@ -145,7 +145,7 @@ def check_outputs(outputs):
 
 def real(batch):
     """Returns which of the steps 1 to T of a batch are neither padding nor of an agent
-    that has left (torchbeast/warp.py), [T, B] bool."""
+    that has left (torchbeast/warp/autoreset.py), [T, B] bool."""
     done = batch["done"]
     # Only then the next one is `done`, too. (After step T, none is known.)
     left = done & torch.cat([done[1:], done[-2:-1]])

@@ -30,7 +30,7 @@ from torchbeast import checkpoint, files, machine, ranks, seeds, stages
 from torchbeast.display import Display
 from torchbeast.environment import NAME
 from torchbeast.flags import UNCOMPARED, command_line
-from torchbeast.process import BadInput, Stop, log, setup_logging
+from torchbeast.messages import BadInput, Stop, log, setup_logging
 
 MAX_COLUMNS = 1000
 # Of logs.csv and TensorBoard. Beside them: the agent's statistics, means over the

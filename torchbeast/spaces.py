@@ -8,7 +8,7 @@ import math
 import numpy as np
 from gymnasium import spaces
 
-from torchbeast.process import BadInput, first_line
+from torchbeast.messages import BadInput, first_line
 
 MAX_DEPTH = 16  # Of nested observations.
 MAX_CHOICES = 2**16  # Of a number that is encoded one-hot.

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchbeast.process import log
+from torchbeast.messages import log
 
 MIN_COPIES = 100
 ETA = 0.9  # A rollout's priority: its largest error, and the rest its mean error.

@@ -16,7 +16,7 @@ from torch import nn
 
 import polybeast
 from torchbeast.flags import number
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 
 def parser():

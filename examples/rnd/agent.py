@@ -10,9 +10,9 @@ from torch import nn
 
 import polybeast
 from torchbeast import ranks, rollouts
-from torchbeast.environment import leaves
 from torchbeast.flags import number
 from torchbeast.gradients import sum_over_ranks
+from torchbeast.nests import leaves
 
 
 def parser():

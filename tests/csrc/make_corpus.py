@@ -9,10 +9,10 @@ import pathlib
 
 import numpy as np
 
-from torchbeast import torchbeast_pb2 as pb
 from torchbeast.environment import Environment, make
-from torchbeast.protocol import PROTOCOL_VERSION, encode_spec, encode_step
-from torchbeast.server import make_welcome
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.protocol import PROTOCOL_VERSION, encode_spec, encode_step
+from torchbeast.remote.server import make_welcome
 
 CORPUS = pathlib.Path(__file__).parent / "corpus"
 

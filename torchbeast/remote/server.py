@@ -1,7 +1,7 @@
 """One environment server: a process that steps environments for learners.
 
 It gives each learner that connects a new batch of environments, stepped together.
-torchbeast/servers.py starts such processes. No torch in here.
+torchbeast/remote/servers.py starts such processes. No torch in here.
 
 E is the number of environments of a stream.
 """
@@ -17,22 +17,15 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from torchbeast import calls, tls
-from torchbeast import torchbeast_pb2 as pb
-from torchbeast.addresses import NOT_A_LEARNER, why_not_free
-from torchbeast.batch import MAX_MESSAGE_BYTES
+from torchbeast import calls
 from torchbeast.files import remove_sockets
-from torchbeast.process import (
-    BadInput,
-    Repeated,
-    Throttle,
-    end_group,
-    keep_freed_memory,
-    lead_group,
-    log,
-    setup_logging,
-)
-from torchbeast.protocol import (
+from torchbeast.messages import BadInput, Repeated, Throttle, log, setup_logging
+from torchbeast.process import end_group, keep_freed_memory, lead_group
+from torchbeast.remote import tls
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.addresses import NOT_A_LEARNER, why_not_free
+from torchbeast.remote.limits import MAX_MESSAGE_BYTES
+from torchbeast.remote.protocol import (
     LEARNER_SERVICE,
     MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
@@ -332,8 +325,8 @@ def serve(create_env, flags, address, directory, parent):
 
 
 def main(parent, body=serve):
-    """Runs the process that torchbeast/servers.py describes over the connection. Only
-    the parent handles signals.
+    """Runs the process that servers.py describes over the connection. Only the parent
+    handles signals.
 
     body: serve(), or another that returns when the parent wants no more of it, with
     something whose num_streams falls to 0 when its environments are closed.

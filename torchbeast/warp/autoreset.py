@@ -35,9 +35,9 @@ import traceback
 import torch
 from gymnasium import spaces
 
-from torchbeast.environment import map_structure
+from torchbeast.messages import BadInput, first_line
+from torchbeast.nests import map_structure
 from torchbeast.policies import num_agents
-from torchbeast.process import BadInput, first_line
 from torchbeast.spaces import Actions, children
 
 PREFIX = "warp/"

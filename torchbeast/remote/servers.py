@@ -14,8 +14,9 @@ import time
 from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
-from torchbeast.addresses import count_up
-from torchbeast.process import BadInput, Stop, kill_group, log, signals_blocked
+from torchbeast.messages import BadInput, Stop, log
+from torchbeast.process import kill_group, signals_blocked
+from torchbeast.remote.addresses import count_up
 
 MAX_FAILURES = 5
 
@@ -58,7 +59,7 @@ import sys
 from multiprocessing.connection import Connection
 parent = Connection({theirs.fileno()})
 sys.path[:] = parent.recv()
-from torchbeast.{self.module} import main
+from torchbeast.remote.{self.module} import main
 main(parent)"""
         with theirs, signals_blocked():  # They are this process's to act on.
             self.process = subprocess.Popen(

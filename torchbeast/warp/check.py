@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchbeast.environment import NAME, leaves, map_structure
+from torchbeast.environment import NAME
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import num_agents
-from torchbeast.process import BadInput
 from torchbeast.spaces import Actions, BadStep, Observations, children, space_leaves
-from torchbeast.warp import no_action, raised, to
+from torchbeast.warp.autoreset import no_action, raised, to
 
 ARGUMENTS = {
     "begin": ("u",), "move": ("state", "action"), "observe": ("state",),

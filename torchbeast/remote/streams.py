@@ -12,8 +12,14 @@ import time
 from collections import Counter
 from urllib.parse import unquote
 
-from torchbeast import devices, machine, ranks, rollouts, tls
-from torchbeast.addresses import (
+from torchbeast import devices, machine, ranks, rollouts
+from torchbeast.environment import NAME
+from torchbeast.flags import number, text_or_path
+from torchbeast.messages import REMIND_S, BadInput, Stop, Throttle, log
+from torchbeast.nests import leaves
+from torchbeast.process import allow_open_files
+from torchbeast.remote import tls
+from torchbeast.remote.addresses import (
     NO_SERVER,
     count_up,
     of_flag,
@@ -21,21 +27,11 @@ from torchbeast.addresses import (
     reason,
     why_not_free,
 )
-from torchbeast.batch import (
+from torchbeast.remote.limits import (
     MAX_BESIDE_STEP_BYTES,
     MAX_ENVS,
     MAX_MESSAGE_BYTES,
     MAX_STEP_BYTES,
-)
-from torchbeast.environment import NAME, leaves
-from torchbeast.flags import number, text_or_path
-from torchbeast.process import (
-    REMIND_S,
-    BadInput,
-    Stop,
-    Throttle,
-    allow_open_files,
-    log,
 )
 
 FILES_PER_STREAM = 8

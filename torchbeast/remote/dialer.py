@@ -1,8 +1,8 @@
 """One process of a host that dials learners, and steps environments for them.
 
 For hosts that no learner can reach: behind NAT, or started by somebody's scheduler. The
-messages are those of a server (torchbeast/server.py); only who connects differs.
-torchbeast/servers.py starts such processes. No torch in here.
+messages are those of a server (torchbeast/remote/server.py); only who connects differs.
+torchbeast/remote/servers.py starts such processes. No torch in here.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ import traceback
 
 import grpc
 
-from torchbeast import server, tls
-from torchbeast import torchbeast_pb2 as pb
-from torchbeast.addresses import NOT_A_LEARNER, read
-from torchbeast.batch import MAX_MESSAGE_BYTES
-from torchbeast.process import BadInput, Repeated, Throttle, first_line, log
-from torchbeast.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
-from torchbeast.server import MAX_ERROR_CHARACTERS, Refused, converse
+from torchbeast.messages import BadInput, Repeated, Throttle, first_line, log
+from torchbeast.remote import server, tls
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.addresses import NOT_A_LEARNER, read
+from torchbeast.remote.limits import MAX_MESSAGE_BYTES
+from torchbeast.remote.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
+from torchbeast.remote.server import MAX_ERROR_CHARACTERS, Refused, converse
 
 MAX_WAIT_S = 10  # Between attempts.
 MAX_WHY_CHARACTERS = 1000
@@ -206,5 +206,5 @@ def dial(create_env, flags, address, _directory, parent):
 
 
 def main(parent):
-    """Runs the process that torchbeast/servers.py describes over the connection."""
+    """Runs the process that servers.py describes over the connection."""
     server.main(parent, dial)

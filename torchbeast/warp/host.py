@@ -6,11 +6,11 @@ import torch
 
 from torchbeast import environment
 from torchbeast.calls import Call
-from torchbeast.environment import leaves, map_structure
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves, map_structure
 from torchbeast.spaces import Actions, check_finite
-from torchbeast.warp import Environments
-from torchbeast.warp_check import check
+from torchbeast.warp.autoreset import Environments
+from torchbeast.warp.check import check
 
 
 class HostEnvironment(environment.Environment):

@@ -14,7 +14,7 @@ import ipaddress
 import pathlib
 import ssl
 
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 FILES = ("tls_cert", "tls_key", "tls_ca")
 INSECURE = (

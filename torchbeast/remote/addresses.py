@@ -11,7 +11,7 @@ import re
 import socket
 import stat
 
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 # What an address answers that is of the other kind.
 NOT_A_LEARNER = "this is an environment server, expected a learner (--listen)"

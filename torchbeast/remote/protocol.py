@@ -7,9 +7,9 @@ import json
 
 import numpy as np
 
-from torchbeast import environment
-from torchbeast import torchbeast_pb2 as pb
-from torchbeast.batch import MAX_STEP_BYTES
+from torchbeast.nests import leaves
+from torchbeast.remote import torchbeast_pb2 as pb
+from torchbeast.remote.limits import MAX_STEP_BYTES
 
 PROTOCOL_VERSION = 3
 SERVICE = "torchbeast.protocol.EnvironmentServer"
@@ -36,7 +36,7 @@ def encode_spec(nest):
     sent."""
     arrays = []
     size = 0
-    for path, x in environment.leaves(nest):
+    for path, x in leaves(nest):
         x = np.asarray(x)
         if x.dtype.kind not in DTYPE_CODES or not x.dtype.isnative or x.ndim > 7:
             raise ValueError(
@@ -59,7 +59,7 @@ def encode_step(step, metrics=()):
     episodes, dicts of numbers, as many as fit. (protobuf produces the same bytes, but
     copies every array three times more.)"""
     arrays = []
-    for _, x in environment.leaves(step):
+    for _, x in leaves(step):
         x = np.asarray(x).reshape(-1).view(np.uint8)
         arrays += [prefix(pb.Arrays.DATA_FIELD_NUMBER, len(x)), x]
     size = sum(map(len, arrays))

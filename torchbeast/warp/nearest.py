@@ -38,7 +38,7 @@ def _smallest(at, alive, K):
 
 def by_kernel(at, alive, K):
     """The same by a kernel of Triton, which keeps no distances."""
-    from torchbeast.nearest_kernel import kernel  # Not everybody has Triton.
+    from torchbeast.warp.nearest_kernel import kernel  # Not everybody has Triton.
 
     E, N, _ = at.shape
     index = torch.empty(E, N, K, dtype=torch.int64, device=at.device)

@@ -1,4 +1,4 @@
-"""Environments that step together: a Batch of single ones, or a Vector.
+"""Environments that step together: Separate ones, or a Vector.
 
 Both give arrays [E, ...] as the spaces declare them, and raise BadStep for what an
 environment returns that is not. Of an info they read `episode_end` and
@@ -13,15 +13,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from torchbeast.calls import Call
-from torchbeast.process import BadInput, log
+from torchbeast.messages import BadInput, log
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import Actions, BadStep, Observations, as_declared
-
-# What a stream of PolyBeast carries.
-MAX_ENVS = 4096
-MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
-MAX_BESIDE_STEP_BYTES = 2**21  # A Welcome, metrics and lengths.
-MAX_STEP_BYTES = MAX_MESSAGE_BYTES - MAX_BESIDE_STEP_BYTES
 
 RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")
@@ -29,7 +23,7 @@ STEP = ("observation", "reward", "terminated", "truncated", "info")
 FINAL = ("final_obs", "final_observation", "terminal_observation")
 
 
-class Batch:
+class Separate:
     """Steps E single Gymnasium environments, one after the other.
 
     reset(seed) returns observations. step(action), an action as Actions gives it,
@@ -121,7 +115,7 @@ class Vector:
     """The same for a Gymnasium vector environment, which resets its environments
     itself, as its metadata["autoreset_mode"] says:
 
-    NEXT_STEP   At the step after a last one, as a Batch does.
+    NEXT_STEP   At the step after a last one, as Separate ones do.
     SAME_STEP   Within the last step, whose observation is info["final_obs"] and whose
                 info is info["final_info"]. As all environments step together, one that
                 was reset makes a step before an agent can answer: it takes action 0,

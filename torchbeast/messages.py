@@ -1,0 +1,140 @@
+"""What programs say: log lines, and the exceptions that become one line.
+
+No torch in here: environment servers import this file.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections import Counter
+
+
+class Log(logging.Logger):
+    """A logger that environments cannot silence: logging.config.dictConfig() disables
+    those that logging.getLogger() knows, logging.disable() all others."""
+
+    def isEnabledFor(self, level):
+        return level >= self.level
+
+
+log = Log("torchbeast", logging.INFO)
+
+
+REMIND_S = 60  # What comes over and over is logged again after this, then twice this.
+
+
+def setup_logging(path=None, rank=0):
+    """Sends log lines to stderr, and to the file at path. Of learners of other ranks
+    than 0 only warnings go to stderr."""
+    for handler in log.handlers[:]:
+        log.removeHandler(handler)
+        handler.close()
+    who = f"rank {rank}: " if rank > 0 else ""
+    line = logging.Formatter(f"[%(asctime)s] {who}%(message)s", datefmt="%H:%M:%S")
+    threading.excepthook = _thread_excepthook
+    logging.raiseExceptions = False  # A full disk must not hide what goes to stderr.
+    handlers = [logging.StreamHandler()]
+    handlers[0].setLevel(logging.WARNING if rank > 0 else logging.INFO)
+    if path is not None:
+        handlers.append(logging.FileHandler(path))
+    for handler in handlers:
+        handler.setFormatter(line)
+        log.addHandler(handler)
+
+
+def _thread_excepthook(args):
+    """Logs an OSError of a thread as one line. (TensorBoard's writer dies in a thread
+    of its own when the disk is full; the next write raises the error again, where it is
+    handled.)"""
+    if issubclass(args.exc_type, OSError):
+        log.error("%s: %s", args.thread.name, args.exc_value)
+    else:
+        threading.__excepthook__(args)
+
+
+class BadInput(ValueError):
+    """A mistake of the user's. The programs print it as one line and exit with code
+    2."""
+
+
+class Stop(Exception):
+    """Ends the run early, with a message for the user and an exit code."""
+
+    def __init__(self, message, exit_code=1, save=True):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.save = save  # Whether the state is worth a checkpoint.
+
+
+def first_line(error, with_type=True):
+    """Returns the error's type, and its message's first line without control
+    characters."""
+    lines = [line for line in str(error).splitlines() if line.strip()][:1]
+    line = "".join(c for c in "".join(lines) if c.isprintable())
+    return f"{type(error).__name__}: {line}" if with_type else line
+
+
+class Repeated:
+    """Shortens tracebacks that come over and over."""
+
+    def __init__(self):
+        self._seen = Counter()
+
+    def shorten(self, text):
+        """Returns a traceback the first time, then its last line and how often it came.
+        Only its frames count: its message may be another one each time."""
+        frames = "\n".join(line for line in text.splitlines() if line[:6] == "  File")
+        if len(self._seen) > 1000:  # Where each is different.
+            self._seen.clear()
+        self._seen[frames or text] += 1
+        number = self._seen[frames or text]
+        if number == 1:
+            return text
+        last = (text.strip().splitlines() or [""])[-1]
+        return f" {last} (this traceback came {number} times)"
+
+
+class Throttle:
+    """Says which lines about others, such as a learner's hosts, are to be logged.
+
+    Numbers in a text aside, MAX_TEXTS of each of MAX_WHO others are told apart. All
+    that comes beyond is one: who sends texts may make each of them different.
+    """
+
+    MAX_TEXTS, MAX_WHO = 5, 100
+
+    def __init__(self):
+        self._seen = {}  # {who: {text: (how often, when it is due next, wait)}}
+        self._swept_at = 0.0
+
+    def count(self, who, text, now=None):
+        """Returns how often the text came from them, and whether that is to be logged:
+        at first, after REMIND_S, then after twice this, and so on; and at first again
+        when it has stayed away since it was due, for longer than the next wait."""
+        now = time.monotonic() if now is None else now
+        self._sweep(now)
+        if who not in self._seen and len(self._seen) >= self.MAX_WHO:
+            who = None
+        texts = self._seen.setdefault(who, {})
+        text = re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+        if text not in texts and len(texts) >= self.MAX_TEXTS:
+            text = None
+        number, due_at, wait_s = texts.get(text, (0, now, REMIND_S))
+        due = now >= due_at
+        if due:
+            due_at, wait_s = now + wait_s, 2 * wait_s
+        texts[text] = number + 1, due_at, wait_s
+        return number + 1, due
+
+    def _sweep(self, now):
+        """Forgets what has stayed away, once a minute."""
+        if now < self._swept_at + REMIND_S:
+            return
+        self._swept_at = now
+        for who, texts in list(self._seen.items()):
+            for text, (_, due_at, wait_s) in list(texts.items()):
+                if now > due_at + wait_s:
+                    del texts[text]
+            if not texts:
+                del self._seen[who]

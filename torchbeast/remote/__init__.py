@@ -1,0 +1,1 @@
+"""What only PolyBeast needs: environment servers, streams to them, their protocol."""

@@ -1,0 +1,13 @@
+"""Limits of messages between servers and learners."""
+
+# What a stream of PolyBeast carries.
+MAX_ENVS = 4096
+
+
+MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
+
+
+MAX_BESIDE_STEP_BYTES = 2**21  # A Welcome, metrics and lengths.
+
+
+MAX_STEP_BYTES = MAX_MESSAGE_BYTES - MAX_BESIDE_STEP_BYTES

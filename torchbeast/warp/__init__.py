@@ -1,0 +1,1 @@
+"""What only WarpBeast needs: environments that are tensor programs."""
