@@ -1,6 +1,6 @@
 """What carries the programs and the agents. Forking a program needs no edit in here.
 
-To understand X, open Y, in the order of a step's way from its environment to a gradient:
+To understand X, open Y, in the order of the way from an environment to a gradient:
 
     environment.py    a step: what each field means, and when an episode ends
     spaces.py         which observations and actions are supported
