@@ -36,11 +36,11 @@ pong: $(VENV)/.run
 poly: setup
 	$(python) -m polybeast --env PongNoFrameskip-v4 $(ARGS)
 
-# Three workers, also for two cores: most tests wait now and then.
+# More workers than two cores need: most tests wait now and then, those of faults mostly.
 test: lint csrc-test
 	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py \
 		tests/dialing_faults.py >/dev/null
-	$(python) -m pytest -n 3 --dist worksteal $(ARGS)
+	$(python) -m pytest -n 4 --dist worksteal $(ARGS)
 
 test-slow: csrc-test-slow $(VENV)/.slow
 	$(python) -m pytest -n 3 --dist worksteal -m slow $(ARGS)
@@ -49,7 +49,7 @@ test-long: setup $(VENV)/.long
 	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS)
 
 test-faults: setup
-	$(python) -m pytest -n 3 --dist worksteal $(ARGS) \
+	$(python) -m pytest -n 6 --dist worksteal $(ARGS) \
 		tests/faults.py tests/dialing_faults.py
 
 lint: setup

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.faults import CALM, Link, end
-from tests.programs import hosts, wait_for_steps
+from tests.faults import Link, end
+from tests.programs import CALM, hosts, wait_for_steps
 from tests.test_dialing import connect, dial, here, listen
 
 GONE, BACK = (

@@ -19,12 +19,14 @@ import pytest
 
 import polybeast_env
 from tests.programs import (
+    CALM,
     TIMEOUT_S,
     Program,
     args,
     both,
     disk,
     load,
+    main,
     marked,
     private_mounts,
     read_logs,
@@ -39,8 +41,6 @@ from torchbeast import files
 from torchbeast.remote.server import EnvironmentServer
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
-# Its learner does not keep a core busy while a test waits for something else.
-CALM = "tests.faulty_envs:Quick-v0"
 SAVE = ("--checkpoint_interval_seconds", 1e-9)  # A checkpoint, too.
 
 
@@ -116,8 +116,8 @@ def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
 def test_a_run_is_tested_while_it_is_trained(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.1) as program:
         wait_for_steps(savedir, 40)
-        test = run(*args(module, savedir), "--mode", "test", "--num_test_episodes", 1,
-                   module=module)  # fmt: skip
+        test = main(*args(module, savedir), "--mode", "test", "--num_test_episodes", 1,
+                    module=module)  # fmt: skip
         assert test.returncode == 0, test.stderr
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
@@ -185,10 +185,9 @@ def test_too_little_shared_memory_is_one_line(tmp_path):
 @both
 def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
     others = (*LOG, "--checkpoint_interval_seconds", 0.5)
-    with Program(
-        module, *args(module, savedir, *others), module="tests.clock"
-    ) as program:
-        wait_for_steps(savedir, 4000)
+    flags = args(module, savedir, *others, env=CALM)
+    with Program(module, *flags, module="tests.clock") as program:
+        wait_for_steps(savedir, 800)
         assert load(savedir)["step"] > 0
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
@@ -303,7 +302,7 @@ def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_r
     [killed] = directories()
     another = empty_temporary_directory / f"{files.SOCKETS}of-somebody"
     another.mkdir()
-    with start("polybeast", savedir, "--xpid", "y") as program:
+    with start("polybeast", savedir, "--xpid", "y", env=CALM) as program:
         program.wait_for("results in")
         [running] = directories() - {another}
         assert running != killed
@@ -572,7 +571,7 @@ def test_a_rank_without_servers_holds_the_others_up_and_says_so(savedir):
             program.end()
     log = (savedir / "x" / "out.rank1.log").read_text()
     n = rollouts(program.output + log)
-    assert n["learned from"] > 60
+    assert n["learned from"] > 20
 
 
 @pytest.mark.survives("rank-disk-full")

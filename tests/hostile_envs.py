@@ -92,7 +92,7 @@ class AlwaysRaises(Base):
 
 @hostile
 class KillsItsProcess(Base):
-    """(died after 3 restarts without a rollout|ended after 5 restarts without)"""
+    """(died after 3 restarts without a rollout|ended after 2 restarts without)"""
 
     def reward(self):
         if self.num_steps == 3:

@@ -33,6 +33,8 @@ SMALL = {
     "polybeast": ("--num_servers", 1, "--envs_per_server", 2),
 }
 SERIAL = ("--num_actors", 0)
+# Its learner does not keep a core busy while a test waits for something else.
+CALM = "tests.faulty_envs:Quick-v0"
 both = pytest.mark.parametrize("module", SMALL)
 # For what both share: the other one is tested by make test-slow.
 mono_first, poly_first = (

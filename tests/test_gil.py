@@ -207,7 +207,7 @@ thread.join()
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_a_million_items():
+def test_memory_is_flat_over_many_items():
     code, out, err = finish(
         start("""
 def rss_kb():
@@ -222,7 +222,7 @@ def serve():
 
 thread = threading.Thread(target=serve)
 thread.start()
-for i in range(1_000_000):
+for i in range(300_000):
     queue.enqueue(item)
     if i % 8 == 7:
         queue.dequeue_many()
@@ -237,5 +237,5 @@ thread.join()
         timeout_s=500,
     )
     assert code == 0, err
-    # 900,000 items: one byte lost per item would be 900 kB.
+    # 200,000 items: the least that malloc() loses, 16 bytes per item, is 3,200 kB.
     assert int(out.split(":")[1]) < 2000

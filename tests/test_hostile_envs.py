@@ -10,6 +10,7 @@ import pytest
 
 from tests import hostile_envs
 from tests.programs import ROOT, args, both, cmdline, main, marked, run
+from torchbeast import servers
 
 PROGRAMS = {
     "monobeast": ("--max_actor_restarts", 3),
@@ -33,6 +34,7 @@ def test_it_trains_or_is_one_line_and_nothing_is_left(
     module, env, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MARK", str(tmp_path))
+    monkeypatch.setattr(servers, "MAX_FAILURES", 2)  # Waits 3 s, not 31.
     env_id = f"tests.hostile_envs:{env.__name__}-v0"
     start = main
     savedir = tmp_path / "logs"

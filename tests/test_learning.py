@@ -79,12 +79,9 @@ QUICK = [
 ]
 SLOW = [
     ("catch", "actors"),
-    ("memory", "servers"),
     ("cartpole", "actors"),
     ("target", "actors"),
     ("mixed", "servers"),
-    ("ppo_mixed", "servers"),
-    ("dqn_catch", "servers"),
     ("r2d2_memory", "serial"),
     ("sac_target", "serial"),
     ("attention", "servers"),

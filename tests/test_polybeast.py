@@ -22,6 +22,7 @@ import polybeast
 import polybeast_env
 from libtorchbeast import AsyncError, ClosedBatchingQueue, DynamicBatcher
 from tests.programs import (
+    CALM,
     SERIAL,
     Program,
     args,
@@ -192,8 +193,8 @@ def test_a_server_is_replaced_that_is_killed_or_whose_directory_is_tidied_away(
 ):
     """And the sockets are private, and no server has loaded PyTorch."""
     before = directories()
-    flags = ("--num_servers", 2, *LOG)
-    with Program(*small_run(savedir, *flags), module="polybeast") as program:
+    flags = small_run(savedir, "--num_servers", 2, *LOG, env=CALM)
+    with Program(*flags, module="polybeast") as program:
         wait_for_steps(savedir, 40)
         processes = [program.process.pid, *program.workers()]
         maps = [pathlib.Path(f"/proc/{pid}/maps").read_text() for pid in processes]
