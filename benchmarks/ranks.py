@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from torchbeast import ranks
+from torchbeast import ranks, torchrun
 from torchbeast.process import Signals
 
 
@@ -24,7 +24,7 @@ def main():
     p.add_argument("--rounds", type=int, default=500)
     options = p.parse_args()
     torch.set_num_threads(1)
-    ranks.join(argparse.Namespace(batch_size=8 * 3 * 5 * 7, seed=None, xpid="x"))
+    torchrun.join(argparse.Namespace(batch_size=8 * 3 * 5 * 7, seed=None, xpid="x"))
     group = ranks.current
     x = torch.ones(options.parameters)
     seconds = {"vote": [], "sum": []}

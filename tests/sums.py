@@ -1,12 +1,17 @@
-"""Run by torchrun: gradients of batches that the ranks have a part of each. Prints what
-is wrong."""
+"""Run by torchrun: what two ranks put together, against one that has all of it. Prints
+what is wrong."""
 
 import argparse
+import contextlib
+import os
+import pathlib
+import pickle
 import sys
 
 import torch
+import torch.distributed as dist
 
-from torchbeast import ranks
+from torchbeast import ranks, torchrun
 from torchbeast.gradients import set_gradients
 from torchbeast.messages import Stop
 
@@ -37,9 +42,29 @@ def gradients(batch, reduction):
     return [p.grad for p in parameters[:2]], statistics
 
 
-ranks.join(argparse.Namespace(batch_size=2, seed=None, xpid="x"))
+def listening():
+    """The IPv4 addresses, in hexadecimal, at which this process listens."""
+    paths = pathlib.Path("/proc/self/fd").iterdir()
+    mine = {os.readlink(path) for path in paths if path.is_symlink()}
+    rows = [line.split() for line in open("/proc/net/tcp")][1:]
+    return {
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in mine
+    }
+
+
+class Command:
+    """Something that is executed when it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("import ranks_test; ranks_test.executed = True",)
+
+
+torchrun.join(argparse.Namespace(batch_size=2, seed=None, xpid="x"))
 group, alone = ranks.current, ranks.Ranks()
 assert group.num == 2
+assert listening() == {"0100007F"}  # 127.0.0.1
 for reduction in ("sum", "mean"):
     batch = make_batch(10)
     ranks.current = alone
@@ -63,7 +88,23 @@ torch.nn.init.constant_(module.bias, 1.0 + group.rank)
 try:
     group.compare(module)
 except Stop as e:
-    assert "rank 1 has other weights than rank 0" in str(e)
+    assert "the weights' hash is" in str(e) and not e.save
 else:
     sys.exit("the difference is not seen")
+# A pickle in place of JSON.
+executed = sys.modules["ranks_test"] = type(sys)("ranks_test")
+if group.rank == 1:
+    pickle.loads(pickle.dumps(Command()))
+    assert executed.executed
+    with contextlib.suppress(Exception):
+        dist.all_gather_object([None, None], Command())
+else:
+    try:
+        group.all_gather("text")
+    except Stop as e:
+        assert "a message is no JSON" in str(e), e
+    else:
+        sys.exit("the pickle is not refused")
+    assert not hasattr(executed, "executed")
+dist.barrier()
 group.close(0)

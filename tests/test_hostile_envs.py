@@ -10,7 +10,7 @@ import pytest
 
 from tests import hostile_envs
 from tests.programs import ROOT, args, both, cmdline, main, marked, run
-from torchbeast import servers
+from torchbeast.remote import servers
 
 PROGRAMS = {
     "monobeast": ("--max_actor_restarts", 3),

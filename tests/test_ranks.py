@@ -1,17 +1,17 @@
 """Several learners, which torchrun starts."""
 
 import json
+import os
+import platform
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 from tests.programs import (
-    ROOT,
     SERIAL,
     Program,
     args,
@@ -19,12 +19,13 @@ from tests.programs import (
     main,
     marked,
     mono_first,
+    private_mounts,
     read_logs,
     run,
     wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
-from torchbeast import ranks
+from torchbeast import ranks, torchrun
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 RESTARTS = ("--standalone", "--max-restarts", "2")
@@ -51,15 +52,17 @@ def refusal(*args, **kwargs):
     return line
 
 
-def test_gradients_of_two_ranks_are_those_of_one_with_both_batches():
-    flags = ("--standalone", "--nproc-per-node", "2")
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "tests.sums"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_what_two_ranks_put_together_is_what_one_with_both_batches_has():
+    result = run(module="tests.sums", ranks=2)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_one_host_listen_on_loopback_whatever_address_the_host_has(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.0.2 {platform.node()}\n")
+    prefix = private_mounts(f"mount --bind {hosts} /etc/hosts")
+    result = run(module="tests.sums", ranks=2, prefix=prefix)
     assert result.returncode == 0, result.stderr
 
 
@@ -153,15 +156,15 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
-        ("adds", r"rank 1 has other statistics than rank 0: extra is \[\], on rank 0"),
+        ("adds", r"the statistic extra is \[\] on rank 1, missing on rank 0"),
         pytest.param(
             "renames",
-            r"rank 0: extra is \[\], on rank 0 missing; pg_loss is missing, on rank 0",
+            r"the statistic extra is \[\] on rank 1, missing on rank 0",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "differs",
-            "rank 1 has other weights than rank 0",
+            "the weights' hash is [0-9a-f]* on rank 1, ",
             marks=pytest.mark.slow,
         ),
     ],
@@ -196,10 +199,33 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(savedir):
     assert "Traceback" not in program.output
 
 
-def test_threads_that_lose_a_rank_at_once_get_the_same_reason(monkeypatch):
+@pytest.mark.survives("torchrun-stopped")
+@pytest.mark.parametrize(
+    "signum, message",
+    [
+        (signal.SIGKILL, "another rank is gone: "),
+        pytest.param(
+            signal.SIGTERM, "rank 1: stopped by SIGTERM", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_end_while_torchrun_does_not_answer(savedir, signum, message):
+    """As when the host of torchrun's store has vanished."""
+    with Program(*serial(savedir), ranks=2) as program:
+        wait_for_steps(savedir, 400)
+        second = program.ranks()[1]
+        program.signal(signal.SIGSTOP)
+        os.kill(second, signum)
+        program.wait_for(message, timeout_s=60)
+        program.wait_for("; results in")
+        program.signal(signal.SIGCONT)
+        program.end()
+    assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) >= 400
+
+
+def test_threads_that_lose_a_rank_at_once_get_the_same_reason():
     group = ranks.Ranks(0, 2)
     at_once = threading.Barrier(2)
-    monkeypatch.setattr(group, "_reason", lambda rank: time.sleep(0.1))
     results = []
 
     def lose():
@@ -217,7 +243,7 @@ def test_threads_that_lose_a_rank_at_once_get_the_same_reason(monkeypatch):
 
 def test_a_run_has_torchruns_name_with_one_rank_too(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "pong")
-    assert ranks.Ranks().new_xpid() == "torchbeast-pong"
+    assert torchrun.new_xpid() == "torchbeast-pong"
 
 
 # Bad input.
@@ -262,7 +288,7 @@ def test_ranks_with_different_flags_are_refused(savedir):
     with one, two:
         for program in (one, two):
             program.wait_for(
-                "error: rank 1 has --unroll_length 7, rank 0 20: expected the same"
+                "error: --unroll_length is 7 on rank 1, 20 on rank 0: expected the same"
             )
             assert program.end() == 1
     assert not savedir.exists()

@@ -48,11 +48,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def error_line(prog, message):
-    """Returns the line about bad input, if it is this process that prints it: of the
-    processes that torchrun starts on a host, the first."""
+    """Returns the line about bad input. What is wrong on all ranks of a host the first
+    one prints, and torchrun ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # Torchrun ends the others when one has ended.
-        return ""
+        time.sleep(1)
     return f"{prog}: error: {message}\n"
 
 

@@ -1,8 +1,5 @@
 """Gradients: all that happens between a loss and the clipping of its gradients."""
 
-import json
-import zlib
-
 import torch
 
 from torchbeast import ranks
@@ -72,14 +69,13 @@ def sum_over_ranks(parameters, statistics, weight=None):
     []}, by their sums over all ranks, or by their means with these weights.
 
     Notes in ranks.current.faulty which ranks' statistics are not finite, and in
-    ranks.current.differs whether their names and shapes differ.
+    ranks.current.statistics their names and shapes, which the ranks compare.
     """
     group = ranks.current
     names = sorted(statistics)
     values = [statistics[name] for name in names]
-    shapes = json.dumps({name: list(x.shape) for name, x in zip(names, values)})
-    if names:
-        group.tell_statistics(shapes)
+    if names:  # Else it may be a second call in this update.
+        group.statistics = {name: list(statistics[name].shape) for name in names}
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -99,18 +95,14 @@ def sum_over_ranks(parameters, statistics, weight=None):
     tensors.append(torch.zeros(room, device=device))
     if weight is not None:
         tensors = [weight * x for x in tensors]
-    marks = torch.zeros(group.num, 2, device=device)
-    marks[group.rank] = torch.tensor(divmod(zlib.crc32(shapes.encode()), 2**16))
     total = torch.as_tensor(1.0 if weight is None else weight, device=device).float()
     # One message for all of them.
-    tensors += [faulty, marks, total]
+    tensors += [faulty, total]
     flat = torch.cat([x.reshape(-1) for x in tensors])
     group.sum(flat)
     sums = flat.split([x.numel() for x in tensors])
     sums = [x.view(y.shape) for x, y in zip(sums, tensors)]
-    *sums, group.faulty, marks, total = sums
-    if names:  # Else it may be a second call in this update.
-        group.differs = (marks != marks[0]).any()
+    *sums, group.faulty, total = sums
     if weight is not None:
         sums = [x / total.clamp(min=1) for x in sums]
     for grad, x in zip(grads, sums):

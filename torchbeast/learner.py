@@ -205,11 +205,9 @@ class Learner:
         """Sends an update's numbers to the CPU, to be counted when they have arrived:
         on a GPU after the next update has been launched."""
         tensors = {k: x for k, x in statistics.items() if torch.is_tensor(x)}
-        # One more than there are statistics, if the ranks have compared theirs.
-        seen = [*tensors.values(), ranks.current.differs]
         values, read = torch.zeros(0), None
-        if seen := [x for x in seen if x is not None]:
-            values = [x.detach().reshape(()).float() for x in seen]
+        if tensors:
+            values = [x.detach().reshape(()).float() for x in tensors.values()]
             values = torch.stack([x.to(self.device) for x in values])
             values = values.to("cpu", non_blocking=True)
         episodes = {  # float() first: on a GPU the copy has not arrived after to().
@@ -246,10 +244,7 @@ class Learner:
         self._unread = None
         if read is not None:
             read.synchronize()
-        values = values.tolist()
-        if any(values[len(names) :]):
-            raise ranks.current.different_statistics()
-        statistics = {**statistics, **dict(zip(names, values))}
+        statistics = {**statistics, **dict(zip(names, values.tolist()))}
         episodes = {name: x.tolist() for name, x in counts.pop("episodes").items()}
         self.run.update(statistics=statistics, episodes=episodes, **counts)
 

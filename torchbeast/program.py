@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from torchbeast import checkpoint, play, ranks, run
+from torchbeast import checkpoint, play, ranks, run, torchrun
 from torchbeast.flags import Parser, error_line, parse_args, run_command, run_parser
 from torchbeast.messages import BadInput, Stop
 
@@ -45,14 +45,11 @@ def run_program(prog, parser, train, create_env, argv=None):
             raise BadInput("--checkpoint goes with --mode test, not train")
         if flags.mode == "train":
             try:
-                ranks.join(flags)
+                torchrun.join(flags)
                 return train(flags)
             except Stop as e:  # Another rank ended before training began.
                 sys.stderr.write(error_line(prog, e))
                 return e.exit_code
-            except BaseException as e:
-                ranks.current.tell(e)
-                raise
         return play.test(flags, create_env)
 
     exit_code = run_command(prog, body)

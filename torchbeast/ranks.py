@@ -9,7 +9,8 @@ rank, and nothing in here does anything.
 Before each update the ranks vote, so that all make it or none does: a rank that has no
 batch holds the others up, for days if need be; a signal or an error of one ends all of
 them at the same update; and a rank that is gone is noticed, because each votes at least
-once a second, whatever its learner is doing.
+once a second, whatever its learner is doing. With a vote a rank says why it ends, or
+why it has no batch: torchrun and its store are needed only at the start (torchrun.py).
 """
 
 import contextlib
@@ -19,24 +20,21 @@ import json
 import os
 import platform
 import re
-import secrets
 import sys
 import threading
 import time
+import zlib
 
 import torch
 import torch.distributed as dist
 
-from torchbeast import machine, seeds
-from torchbeast.messages import BadInput, Stop, first_line, log
+from torchbeast.messages import BadInput, Repeated, Stop, first_line, log
 
-JOIN_TIMEOUT_S = 600
 VOTE_TIMEOUT_S = 50  # After which a rank that does not vote is gone.
 IDLE_S = 1  # A rank that waits for nothing votes this often.
 PATIENCE_S = 10  # Of the log with a rank that holds the others up.
-REMIND_S = 60  # It is logged again after this time, then twice this time, ...
-READY, DONE, LEAVING, SAVE = range(4)  # What a rank votes.
-OWN_FLAGS = {"command", "savedir", "tls_cert", "tls_key", "tls_ca"}  # May differ.
+MAX_MESSAGE_BYTES = 2**28
+READY, DONE, LEAVING, SAVE, ASK, STATISTICS = range(6)  # What a rank votes.
 
 
 class Ranks:
@@ -55,102 +53,30 @@ class Ranks:
         self.num_here = 1  # Ranks on this host.
         self.lost = False  # Some rank is gone: no thread of ours may be waited for.
         self.faulty = None  # [num], of the last update: whose losses are not finite.
-        self.differs = None  # Tensor [], of the last update: whether statistics do.
+        self.statistics = {}  # {name: shape}, of the last update.
         self.seconds = {}  # Where the time went, for the log.
         self.describe = lambda: ""  # Says why there are no rollouts.
         self._end = None  # The Stop that all have agreed on.
         self._leaving = None  # The exception for which this rank leaves.
         self._over = num == 1  # There are no more votes.
         self._updating = False
-        self._nccl = self._store = self._statistics = None
-        self._lock = threading.RLock()  # Of a vote.
-        self._losing = threading.Lock()  # Of _lose().
+        self._nccl = None
+        self._lock = threading.RLock()  # Of a vote, and of _end.
         self._parent = os.getppid()  # Torchrun.
-        self._voted_at = self._ready_at = time.monotonic()
-        self._held_up = {}  # {rank: (since when, when it is logged next)}
+        self._voted_at = time.monotonic()
+        self._held_up = {}  # {rank: (since when, Repeated)}, on rank 0.
+        self._ask = []  # Ranks that are to say why they hold the others up.
 
     # Beginning and end.
 
-    def join(self, flags):
-        """Joins the other ranks. Flags that were not given become those of rank 0.
-        Raises BadInput if the ranks cannot learn together."""
-        name = "num_envs" if hasattr(flags, "num_envs") else "batch_size"
-        if (size := getattr(flags, name)) % self.num:
-            raise BadInput(
-                f"--{name} {size} is of all ranks together: expected a multiple of "
-                f"{self.num}, their number"
-            )
-        store, _, _ = next(dist.rendezvous("env://", self.rank, self.num))
-        # Torchrun's store still has what ranks that were killed have left in it.
-        self._store = dist.PrefixStore(self._attempt(store), store)
+    def connect(self, store):
+        """Connects the ranks. store: one in which nothing else is."""
         dist.init_process_group(
-            "gloo", store=self._store, rank=self.rank, world_size=self.num
+            "gloo", store=store, rank=self.rank, world_size=self.num
         )
         timeout = datetime.timedelta(seconds=VOTE_TIMEOUT_S)
         self._votes = dist.new_group(backend="gloo", timeout=timeout)
         self.seconds = {"vote": 0.0, "reduction": 0.0}
-        given = {k: x for k, x in vars(flags).items() if k not in OWN_FLAGS}
-        if self.rank == 0:
-            flags.seed = seeds.set_seed(flags.seed)
-            flags.xpid = flags.xpid or self.new_xpid()
-        mine = platform.node(), os.sched_getaffinity(0), given
-        mine = *mine, flags.seed, flags.xpid
-        hosts, cores, all_given, all_seeds, xpids = zip(*self.all_gather(mine))
-        for rank, theirs in enumerate(all_given):
-            for name, x in theirs.items():
-                first = all_given[0].get(name)
-                if x != first:
-                    raise BadInput(
-                        f"rank {rank} has --{name} {x}, rank 0 {first}: expected the "
-                        "same flags on all ranks"
-                    )
-        flags.seed, flags.xpid = all_seeds[0], xpids[0]
-        # A core is shared by the ranks that may use it.
-        here = [c for h, c in zip(hosts, cores) if h == hosts[self.rank]]
-        share = sum(1 / sum(core in c for c in here) for core in cores[self.rank])
-        machine.use_cores(max(1, round(share)))
-        self.hosts = list(hosts)
-        self.num_here = len(here)
-
-    def _attempt(self, store):
-        """Agrees with the other ranks on a text that no earlier ranks had. Raises Stop
-        if they do not come."""
-        mine = secrets.token_hex(8)
-        store.set(f"hello/{self.rank}", mine)
-        missing = set(range(1, self.num))
-        deadline = time.monotonic() + JOIN_TIMEOUT_S
-
-        def read(name):
-            return store.get(name).decode() if store.check([name]) else ""
-
-        while missing:
-            if time.monotonic() > deadline:
-                raise Stop(f"ranks did not join within {JOIN_TIMEOUT_S} s")
-            if self.rank > 0:
-                hello, _, attempt = read(f"welcome/{self.rank}").partition(" ")
-                if hello == mine:  # Else the answer to an earlier rank.
-                    store.set(f"joined/{self.rank}", attempt)
-                    return attempt
-            else:
-                for rank in missing:
-                    store.set(f"welcome/{rank}", f"{read(f'hello/{rank}')} {mine}")
-                missing = {r for r in missing if read(f"joined/{r}") != mine}
-            time.sleep(0.05)
-        return mine
-
-    def new_xpid(self):
-        """Returns a name for a run: torchrun's, which is the same when torchrun starts
-        the ranks again, or the time."""
-        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        if run_id != "none":
-            return f"torchbeast-{run_id}"
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            raise BadInput(
-                "torchrun could not resume this run: expected --xpid, or torchrun's "
-                "--rdzv-id or --standalone"
-            )
-        now = datetime.datetime.now()
-        return f"torchbeast-{now:%Y%m%d-%H%M%S}-{os.getpid()}"
 
     def share(self, batch_size):
         """Returns this rank's share of the batch of all ranks."""
@@ -164,15 +90,9 @@ class Ranks:
         uuid = None
         if device.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(device).uuid)
-        types, uuids = zip(*self.all_gather((device.type, uuid)))
-        if len(set(types)) > 1:
-            rank = [t == types[0] for t in types].index(False)
-            raise BadInput(
-                f"rank {rank} learns on {types[rank]}, rank 0 on {types[0]}: expected "
-                "the same on all ranks"
-            )
+        self.agree({"the learner's device": device.type})
         if device.type == "cuda":
-            if len(set(uuids)) == self.num:
+            if len(set(self.all_gather(uuid))) == self.num:
                 self._nccl = dist.new_group(backend="nccl")
             else:
                 log.info("ranks share a GPU: their gradients go through the CPU")
@@ -220,24 +140,15 @@ class Ranks:
             raise self._end
 
     def wait(self, save_is_due, save):
-        """Waits until all ranks have a batch. Raises Stop if the run ends instead.
-
-        Calls save() on all ranks at the same time, when save_is_due() on rank 0.
-        """
-        if self.num == 1:
-            if save_is_due():
-                save()
-            return
-        start = time.monotonic()
-        saved = False
-        while True:
-            votes = self._vote({READY: 1, SAVE: int(not saved and save_is_due())})
-            if votes[:, READY].all():
-                if not votes[0, SAVE]:
-                    break
-                save()
-                saved = True
-        self.seconds["vote"] += time.monotonic() - start
+        """Waits until all ranks have a batch, and calls save() on all of them if
+        save_is_due() on rank 0. Raises Stop if the run ends instead."""
+        due = save_is_due()
+        if self.num > 1:
+            start = time.monotonic()
+            due = self._vote_until_all(READY, *[SAVE] * due)[0, SAVE]
+            self.seconds["vote"] += time.monotonic() - start
+        if due:
+            save()
 
     @contextlib.contextmanager
     def update(self):
@@ -245,176 +156,116 @@ class Ranks:
         self._updating = True
         try:
             yield
-        except BaseException as e:
-            if self.num > 1:
-                self.tell(e)
-                # No votes: the others wait for gradients of this rank that do not come.
-                self._over = self.lost = True
+        except BaseException:
+            # The others may wait for gradients of this rank that do not come.
+            self.lost = self.num > 1
             raise
         self._updating = False
-        self._ready_at = time.monotonic()
 
     def finish(self):
         """Ends the votes, after the last update of all ranks."""
         with self._lock:
-            while not self._over:
-                self._over = bool(self._vote({DONE: 1})[:, DONE].all())
+            if not self._over:
+                self._vote_until_all(DONE)
+                self._over = True
 
-    def _vote(self, mine):
-        """Takes part in one vote. Returns what the ranks voted, [num, 4] int64. Raises
+    def _vote_until_all(self, *mine):
+        """Votes until all ranks have voted for the first of these. Returns the last
+        votes."""
+        votes = self._vote(*mine)
+        while not votes[:, mine[0]].all():
+            votes = self._vote(*mine)
+        if (votes[:, STATISTICS] != votes[0, STATISTICS]).any():
+            shapes = {f"the statistic {k}": x for k, x in self.statistics.items()}
+            self.agree(shapes, Unlike)
+        return votes
+
+    def _vote(self, *mine):
+        """Takes part in one vote. Returns what the ranks voted, [num, 6] int64. Raises
         Stop if the run ends."""
         with self._lock:
             self.check()
             leaving = self._leaving or self._signals.stop()
             if leaving is not None:
-                mine = {LEAVING: 1}
-                self.tell(leaving)
-            votes = torch.zeros(self.num, 4, dtype=torch.int64)
-            for what, x in mine.items():
-                votes[self.rank, what] = x
-            try:
+                mine = (LEAVING,)
+            votes = torch.zeros(self.num, 6, dtype=torch.int64)
+            votes[self.rank, list(mine) + [ASK] * bool(self._ask)] = 1
+            shapes = json.dumps(self.statistics, sort_keys=True)
+            votes[self.rank, STATISTICS] = zlib.crc32(shapes.encode())
+            with self._reached():
                 dist.all_reduce(votes, group=self._votes)
-            except RuntimeError as e:
-                raise self._lose(e) from e
-            self._voted_at = time.monotonic()
-            for rank in votes[:, LEAVING].nonzero().flatten().tolist():
-                if self._torchrun_is_gone():
-                    told = isinstance(leaving, Stop)
-                    self._end = leaving if told else Stop("torchrun is gone")
-                else:
-                    self._end = self._reason(rank) or Stop(f"rank {rank} left")
+            texts = []
+            if votes[:, LEAVING].any():
+                reasons = self._gather(leaving and reason(leaving), self._votes)
+                rank = int(votes[:, LEAVING].argmax())
+                text, *how = reasons[rank]
+                self._end = Stop(f"rank {rank}: {text}", *how)
                 raise self._end
+            if votes[0, ASK]:
+                texts = self._gather(self.describe(), self._votes)
+            self._voted_at = time.monotonic()
             if self.rank == 0:
-                self._watch(votes[:, READY].tolist())
+                self._watch(votes[:, READY].tolist(), texts)
             return votes
 
     def _keep_voting(self):
         """Votes in place of a learner that is busy or has no batch."""
         while not self._over and self._end is None:
             time.sleep(IDLE_S / 5)
+            if os.getppid() != self._parent:
+                self.leave(Stop("torchrun is gone"))
             if self._lock.acquire(blocking=False):
                 try:
-                    now = time.monotonic()
-                    if self._torchrun_is_gone():
-                        self.leave(Stop("torchrun is gone"))
-                    if not self._over and now - self._voted_at > IDLE_S:
-                        if now - self._ready_at > PATIENCE_S / 2:
-                            self._write(f"status/{self.rank}", self.describe())
-                        self._vote({})
-                except (Stop, RuntimeError):
+                    idle = time.monotonic() - self._voted_at > IDLE_S
+                    if idle and not self._over:
+                        self._vote()
+                except Stop:
                     pass
                 finally:
                     self._lock.release()
 
-    def _watch(self, ready):
-        """Logs which ranks hold the others up."""
+    def _watch(self, ready, texts):
+        """Logs which ranks hold the others up. texts: what they say to that, if they
+        were asked."""
+        for rank in self._ask:
+            why = texts[rank] and f": {texts[rank]}"
+            log.warning("rank %d has no rollouts%s", rank, why)
+        self._ask = []
         now = time.monotonic()
         for rank in range(self.num):
-            since, log_at = self._held_up.get(rank, (now, now + PATIENCE_S))
+            since, reminder = self._held_up.get(rank, (now, Repeated()))
+            late = now > since + PATIENCE_S
             if ready[rank] or not any(ready):
-                if since + PATIENCE_S < now:
+                if late:
                     log.info("rank %d has rollouts again", rank)
                 self._held_up.pop(rank, None)
                 continue
-            if now > log_at:
-                status = self._read(f"status/{rank}")
-                log.warning("rank %d has no rollouts%s", rank, status and f": {status}")
-                log_at = now + max(REMIND_S, now - since)
-            self._held_up[rank] = since, log_at
-
-    # What is told when a rank ends.
-
-    def tell(self, error):
-        """Leaves word why this rank ends."""
-        text = str(error) if isinstance(error, (Stop, BadInput)) else first_line(error)
-        code = getattr(error, "exit_code", 2 if isinstance(error, BadInput) else 1)
-        why = json.dumps([text, code, getattr(error, "save", True)])
-        self._write(f"why/{self.rank}", why)
-
-    def tell_statistics(self, shapes):
-        """Leaves word which statistics this rank has: {name: shape} in JSON."""
-        if shapes != self._statistics:
-            self._write(f"statistics/{self.rank}", shapes)
-            self._statistics = shapes
-
-    def different_statistics(self):
-        """Returns the Stop of ranks that have left word of different statistics."""
-        texts = [self._read(f"statistics/{rank}") for rank in range(self.num)]
-        first, *others = [json.loads(text or "{}") for text in texts]
-        rank, theirs = next(
-            ((r, x) for r, x in enumerate(others, 1) if x != first), (1, first)
-        )
-        names = sorted(first.keys() | theirs.keys())
-        different = [
-            f"{name} is {theirs.get(name, 'missing')}, on rank 0 "
-            f"{first.get(name, 'missing')}"
-            for name in names
-            if first.get(name) != theirs.get(name)
-        ]
-        return Stop(
-            f"rank {rank} has other statistics than rank 0: "
-            f"{'; '.join(different[:3])}: expected the same on all ranks",
-            save=False,
-        )
-
-    def _reason(self, rank):
-        """Returns the Stop that a rank has left word of, or None."""
-        if not (why := self._read(f"why/{rank}")):
-            return None
-        text, code, save = json.loads(why)
-        return Stop(f"rank {rank}: {text}", code, save)
-
-    def _torchrun_is_gone(self):
-        """Returns whether torchrun, whose store it was, is gone."""
-        if os.getppid() != self._parent:
-            self._store = None
-        return self._store is None
-
-    def _write(self, key, text):
-        """Writes into the store, if it is there."""
-        if (store := self._store) is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set(key, text)
-
-    def _read(self, key):
-        """Returns what _write() has written, "" if there is nothing."""
-        if (store := self._store) is not None:
-            with contextlib.suppress(RuntimeError):
-                if store.check([key]):
-                    return store.get(key).decode()
-        return ""
+            self._held_up[rank] = since, reminder
+            if late and reminder.count("")[1]:
+                self._ask.append(rank)
 
     def _lose(self, error):
-        """Returns the Stop of a run whose ranks cannot be reached any more. Threads may
-        find that out at the same time."""
-        with self._losing:
-            if self.lost:
-                return self._end
-            reasons = (self._reason(rank) for rank in range(self.num))
-            end = next(filter(None, reasons), None)
-            if end is None:
+        """Returns the Stop of a run whose ranks cannot be reached any more."""
+        with self._lock:  # A vote that is under way may say why.
+            if self._end is None:
                 # Gloo's place in its code, and its advice, are left out.
                 what = re.sub(r"^\[\S*\] | This is .*", "", first_line(error, False))
-                end = Stop(f"another rank is gone: {what}")
+                self._end = Stop(f"another rank is gone: {what}")
             if self._nccl is not None and self._updating:
                 # What it has summed is not known to be whole.
-                end.save = False
-            self._end, self.lost = end, True
-            return end
+                self._end.save = False
+            self.lost = True
+            return self._end
 
     # Data.
 
     @contextlib.contextmanager
-    def _reached(self, always=True):
-        """A context for what all ranks do. Raises Stop if it fails, or, unless always,
-        if the run does not end anyway."""
-        ends = self._end is not None
+    def _reached(self):
+        """A context for what all ranks do. Raises Stop if some are gone."""
         try:
             yield
         except RuntimeError as e:
-            stop = self._lose(e)
-            if always or not ends:
-                raise stop from e
+            raise self._lose(e) from e
 
     def sum(self, x):
         """Replaces a tensor, [n] on the learner's device, by its sum over all ranks."""
@@ -430,15 +281,43 @@ class Ranks:
                 dist.all_reduce(x)
         self.seconds["reduction"] += time.monotonic() - start
 
+    def max(self, x):
+        """Returns the maximum, [], of the ranks' tensors [] on the learner's device."""
+        numbers = x.new_zeros(self.num)
+        numbers[self.rank] = x
+        if self.num > 1:
+            self.sum(numbers)
+        return numbers.max()
+
     def all_gather(self, x):
-        """Returns the ranks' picklable objects; without those of ranks that are gone
-        where the run ends."""
-        everybody = [None] * self.num
-        everybody[self.rank] = x
-        if self.num > 1 and not self.lost:
-            with self._reached(always=False):
-                dist.all_gather_object(everybody, x)
-        return [x for x in everybody if x is not None]
+        """Returns the ranks' data, in JSON's types; this rank's alone where others are
+        gone and the run ends anyway."""
+        if self.num == 1 or self.lost:
+            return [x]
+        ends = self._end is not None
+        try:
+            return self._gather(x)
+        except Stop:
+            if not ends:
+                raise
+            return [x]
+
+    def _gather(self, x, group=None):
+        """Sends JSON, and not pickle: nothing that a peer sends is executed."""
+        data = json.dumps(x, default=float).encode()
+        with self._reached():
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group)
+            size = int(max(sizes))
+            if size > MAX_MESSAGE_BYTES:
+                raise RuntimeError(f"a message has {size} bytes, {MAX_MESSAGE_BYTES=}")
+            mine = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
+            texts = [torch.empty_like(mine) for _ in range(self.num)]
+            dist.all_gather(texts, mine, group)
+            try:
+                return [json.loads(text.numpy().tobytes()) for text in texts]
+            except (ValueError, RecursionError) as e:
+                raise RuntimeError(f"a message is no JSON: {e}") from e
 
     def broadcast(self, data):
         """Returns the bytes that rank 0 has."""
@@ -451,6 +330,18 @@ class Ranks:
             dist.broadcast(x, src=0)
         return x.numpy().tobytes()
 
+    def agree(self, mine, error=BadInput, hint=""):
+        """Raises an error if {name: x} is not the same on all ranks."""
+        first, *others = self.all_gather(mine)
+        for rank, theirs in enumerate(others, 1):
+            for name in sorted({**first, **theirs}):
+                x, expected = (d.get(name, "missing") for d in (theirs, first))
+                if x != expected:
+                    raise error(
+                        f"{name} is {x} on rank {rank}, {expected} on rank 0: expected "
+                        f"the same on all ranks{hint}"
+                    )
+
     def compare(self, module):
         """Raises Stop if a module's parameters are not the same on all ranks."""
         if self.num == 1 or self.lost:
@@ -459,32 +350,22 @@ class Ranks:
         for parameter in module.parameters():
             x = parameter.detach().cpu().reshape(-1)
             digest.update(x.view(torch.uint8).numpy())  # NumPy has no bfloat16.
-        hashes = self.all_gather(digest.hexdigest())
-        for rank, x in enumerate(hashes):
-            if x != hashes[0]:
-                raise Stop(
-                    f"rank {rank} has other weights than rank 0: gradients of learn() "
-                    "were not summed (torchbeast/gradients.py)",
-                    save=False,
-                )
+        hint = ": gradients of learn() were not summed (torchbeast/gradients.py)"
+        self.agree({"the weights' hash": digest.hexdigest()}, Unlike, hint)
+
+
+class Unlike(Stop):
+    """Ends a run whose ranks do not learn alike, without a checkpoint."""
+
+    def __init__(self, message):
+        super().__init__(message, save=False)
+
+
+def reason(error):
+    """Returns why a rank ends because of an error, as arguments of Stop."""
+    text = str(error) if isinstance(error, (Stop, BadInput)) else first_line(error)
+    code = getattr(error, "exit_code", 2 if isinstance(error, BadInput) else 1)
+    return text, code, getattr(error, "save", True)
 
 
 current = Ranks()
-
-
-def join(flags):
-    """Makes this process the rank that torchrun's variables say, if they are there.
-    Raises BadInput if only some of them are."""
-    global current
-    names = "WORLD_SIZE", "RANK", "LOCAL_RANK"
-    if os.environ.get("WORLD_SIZE", "1") == "1" or current.num > 1:
-        return
-    try:
-        num, rank, local_rank = (int(os.environ[name]) for name in names)
-    except (KeyError, ValueError) as e:
-        raise BadInput(
-            "WORLD_SIZE is set, as torchrun does it: expected numbers in WORLD_SIZE, "
-            "RANK and LOCAL_RANK, or none of them"
-        ) from e
-    current = Ranks(rank, num, local_rank)
-    current.join(flags)

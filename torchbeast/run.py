@@ -26,7 +26,7 @@ import re
 import time
 from collections import deque
 
-from torchbeast import checkpoint, files, machine, ranks, seeds, stages
+from torchbeast import checkpoint, files, machine, ranks, seeds, stages, torchrun
 from torchbeast.display import Display
 from torchbeast.environment import NAME
 from torchbeast.flags import UNCOMPARED, command_line
@@ -461,7 +461,7 @@ def run_path(flags) -> pathlib.Path:
                 raise BadInput(f"--savedir {savedir}: {e}") from e
             flags.xpid = path.name
             return path
-        flags.xpid = ranks.current.new_xpid()
+        flags.xpid = torchrun.new_xpid()
     surrogates = re.search("[\ud800-\udfff]", flags.xpid)  # Of bytes that are no text.
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid or surrogates:
         raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")
