@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchbeast import ranks, torchrun
 from torchbeast.gradients import set_gradients
 from torchbeast.messages import Stop
+from torchbeast.replay import Replay
 
 
 def make_batch(B):
@@ -40,6 +41,18 @@ def gradients(batch, reduction):
     parameters = [*net.parameters(), unused]
     statistics = set_gradients(parameters, loss, batch, reduction)
     return [p.grad for p in parameters[:2]], statistics
+
+
+def importance(priorities, items=None):
+    """Of samples from a replay, of these items if there are any: (weights, items)."""
+    ring = Replay(len(priorities), 1, 2, "cpu")
+    done = torch.zeros(2, len(priorities), dtype=torch.bool)
+    added = ring.add({"done": done, "core_state": ()})
+    ring.set_priorities(added, priorities)
+    if items is not None:
+        ring._tree.find = lambda mass: items
+    batch, items = ring.sample(6, importance_exponent=0.7)
+    return batch["importance"][0], items
 
 
 def listening():
@@ -91,6 +104,15 @@ except Stop as e:
     assert "the weights' hash is" in str(e) and not e.save
 else:
     sys.exit("the difference is not seen")
+# Either rank draws in proportion to its own priorities.
+priorities = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([500.0, 1, 1, 2])]
+weights, items = importance(priorities[group.rank])
+drawn = torch.tensor(group.all_gather((items + 4 * group.rank).tolist())).reshape(-1)
+ranks.current = alone
+expected, _ = importance(torch.cat([p / p.sum() for p in priorities]), drawn.numpy())
+ranks.current = group
+torch.testing.assert_close(weights, expected.view(2, 6)[group.rank])
+
 # A pickle in place of JSON.
 executed = sys.modules["ranks_test"] = type(sys)("ranks_test")
 if group.rank == 1:

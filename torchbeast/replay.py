@@ -184,7 +184,8 @@ class Replay:
 
         Returns (batch [W, num, ...] on the device, the samples' numbers [num]). The
         batch has an entry "importance" [1, num], p ** -importance_exponent over its
-        maximum: what is drawn more often than others is to count less each time.
+        maximum of all ranks' batches: what is drawn more often than others is to count
+        less each time.
         The next batch overwrites it on a CPU. Raises RuntimeError if there is nothing
         to draw."""
         if not self.drawable:
@@ -192,10 +193,12 @@ class Replay:
         # One of each share of the sum: what is likelier than 1 / num surely comes.
         mass = (np.arange(num) + torch.rand(num, dtype=torch.float64).numpy()) / num
         items = self._tree.find(mass * self._tree.total)
-        importance = self._tree[items] ** -importance_exponent
-        importance = torch.tensor(importance / importance.max(), dtype=torch.float32)
         batch = self.read(items)
-        return {**batch, "importance": importance[None].to(self.device)}, items
+        p = torch.as_tensor(self._tree[items] / self._tree.total)
+        importance = (p**-importance_exponent).to(self.device)
+        if importance_exponent > 0:
+            importance = importance / ranks.current.max(importance.max())
+        return {**batch, "importance": importance[None].float()}, items
 
     @property
     def drawable(self):
