@@ -36,7 +36,7 @@ def environment_parser() -> argparse.ArgumentParser:
     g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
                    help="environment, by Gymnasium's name; MODULE:ID imports MODULE "
                    "first (default: %(default)s)")
-    g.add_argument("--env_args", nargs="+", type=environment.argument, default=[],
+    g.add_argument("--env_args", nargs="*", type=environment.argument, default=[],
                    metavar="NAME=VALUE", help="arguments of the environment's "
                    "constructor (default: none)")
     g.add_argument("--sticky_actions", type=number(float, 0, 1), metavar="P",

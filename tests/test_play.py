@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 
@@ -48,6 +49,23 @@ def test_results_of_earlier_tests_stay(trained):
     first, *others = json.loads((trained / "x" / "test.json").read_text())
     assert first == {"mean_return": 7.0}
     assert [len(x["returns"]) for x in others] == [1, 2]
+
+
+def test_a_test_says_what_it_takes_from_the_checkpoint_and_what_is_given_wins(savedir):
+    given = ("--env_args", "sutton_barto_reward=True", "--use_lstm")
+    flags = args("monobeast", savedir, *SERIAL, *given, steps=40)
+    assert main(*flags).returncode == 0
+    test = ("--savedir", savedir, "--mode", "test", "--num_test_episodes", 1)
+    test += ("--env", "CartPole-v1", "--agent", "polybeast")
+    result = main(*test)
+    [taken] = re.findall("^from the checkpoint: (.*)", result.stdout)
+    assert '--env_args [["sutton_barto_reward", true]], --use_lstm true' in taken
+    assert "--env " not in taken and "--agent" not in taken
+    assert "mean return -1.00" in result.stdout
+    result = main(*test, "--env_args")
+    [taken] = re.findall("^from the checkpoint: (.*)", result.stdout)
+    assert "--use_lstm true" in taken and "--env_args" not in taken
+    assert result.returncode == 0 and "mean return -1.00" not in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def load(path) -> dict:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         int(checkpoint["step"])
         flags = checkpoint["flags"]
-        for text in (*flags, flags["env"], flags.get("agent", "")):
+        own = flags["env"], flags.get("agent", ""), *flags.get("command", ())
+        for text in (*flags, *own):
             if not isinstance(text, str):
                 raise TypeError(f"{text!r}, expected a text")
     except FileNotFoundError:

@@ -1,10 +1,11 @@
 """What a training program does with its command line."""
 
 import argparse
+import json
 import os
 import sys
 
-from torchbeast import checkpoint, play, ranks, run, torchrun
+from torchbeast import checkpoint, machine, play, ranks, run, torchrun
 from torchbeast.flags import Parser, error_line, parse_args, run_command, run_parser
 from torchbeast.messages import BadInput, Stop
 
@@ -36,8 +37,13 @@ def run_program(prog, parser, train, create_env, argv=None):
             p = parser(agent)
         except argparse.ArgumentError as e:  # A flag that the program has, too.
             raise BadInput(f"--agent {agent}: parser(): {e}") from e
-        p.set_defaults(**{**saved, "agent": agent})
+        p.set_defaults(agent=agent)
         flags = parse_args(p, argv)
+        if saved:
+            defaults = flags
+            p.set_defaults(**saved)
+            flags = parse_args(p, argv)
+            say_taken(flags, defaults, saved)
         flags.command = [prog, *argv]
         if flags.video and flags.mode != "test":
             raise BadInput(f"--video goes with --mode test, not {flags.mode}")
@@ -64,3 +70,17 @@ def flags_of_checkpoint(flags):
     own = vars(run_parser().parse_args([])).keys() - {"agent"}
     own |= {"preset"}  # Its values are among the others.
     return {name: x for name, x in saved.items() if name not in own}
+
+
+def say_taken(flags, defaults, saved):
+    """Prints which flags are the checkpoint's, and not what this command says. Those
+    without a default that the checkpoint's command did not have either were derived."""
+    now, before = (machine.plain(vars(x)) for x in (flags, defaults))
+    given = {word.split("=")[0] for word in saved.get("command", ())}
+    taken = [
+        f"--{name} {json.dumps(now[name])}"
+        for name, default in before.items()
+        if now[name] != default and (default is not None or f"--{name}" in given)
+    ]
+    if taken:
+        print(f"from the checkpoint: {', '.join(taken)}", flush=True)
