@@ -1,4 +1,4 @@
-"""An agent that does on one rank what FAULT says, at its 20th update."""
+"""An agent that does on one rank what FAULT says, at its 20th update or before."""
 
 import os
 import sys
@@ -8,9 +8,15 @@ import torch
 import polybeast
 from polybeast import parser  # noqa: F401 (part of an agent)
 from torchbeast import ranks
+from torchbeast.process import BadInput
 
 
 class Agent(polybeast.Agent):
+    def start_learning(self, device):
+        if os.environ["FAULT"] == "refuses" and ranks.current.rank == 1:
+            raise BadInput("not on this host")
+        super().start_learning(device)
+
     def learn(self, batch):
         rank, fault = ranks.current.rank, os.environ["FAULT"]
         if self.updates == 20 and rank == 1:

@@ -156,6 +156,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
+        pytest.param("refuses", "error: not on this host", marks=pytest.mark.slow),
         ("adds", r"the statistic extra is \[\] on rank 1, missing on rank 0"),
         pytest.param(
             "renames",
