@@ -358,8 +358,71 @@ class NoFrames(Base):
         return None
 
 
+# When vector environments reset.
+
+
 @hostile_vector
 class UnknownAutoreset(VectorBase):
     """autoreset mode sometimes"""
 
     metadata = {"autoreset_mode": "sometimes"}
+
+
+@hostile_vector
+class NoAutoreset(VectorBase):
+    """states no autoreset mode"""
+
+    metadata = {}
+
+
+class ResetsWithinTheStep(VectorBase):
+    def step(self, actions):
+        observation, rewards, ends, zeros, info = super().step(actions)
+        if ends[0]:
+            info = {"final_obs": observation}
+            observation, _ = self.reset()
+        return observation, rewards, ends, zeros, info
+
+
+@hostile_vector
+class SameStep(ResetsWithinTheStep):
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+
+
+@hostile_vector
+class Lies(ResetsWithinTheStep):
+    """vector environment Lies-v0 states AutoresetMode.NEXT_STEP, but resets within"""
+
+
+# What constructors want.
+
+
+@hostile
+class MissingArgument(Base):
+    """missing 1 required positional argument: 'map_name': .* --env_args NAME=VALUE"""
+
+    def __init__(self, map_name):
+        pass
+
+
+@hostile
+class RaisesTypeError(Base):
+    r"""'NoneType' object is not iterable \(.*hostile_envs.py:\d+\)"""
+
+    def __init__(self):
+        self.maps = list(None)
+
+
+@hostile
+class OneAProcess(Base):
+    r"""--envs_per_actor 1 .* --envs_per_server 1 .*Cannot create multiple emulator"""
+
+    made = False
+
+    def __init__(self):
+        if OneAProcess.made:
+            raise RuntimeError("Cannot create multiple emulator instances per process")
+        OneAProcess.made = True
+
+    def close(self):
+        OneAProcess.made = False

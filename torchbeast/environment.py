@@ -90,13 +90,16 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         if vector and not spec.additional_wrappers:
             with Call(f"the constructor of {name}"):
                 return _make_vector(spec, num_envs, seed, kwargs)
-        return list(_make(name, num_envs, kwargs))
+        return _make(name, num_envs, kwargs)
     except TypeError as e:
-        what = "shown" if "render_mode" in str(e) else "made"
-        file, line, *_ = traceback.extract_tb(e.__traceback__)[-1]
-        text = f"environment {env_id!r} cannot be {what}: {e} ({file}:{line})"
-        if "argument" in text:
-            text += ": its constructor takes --env_args NAME=VALUE"
+        cause = e.__cause__ or e  # Gymnasium's says more of itself.
+        what = "shown" if "render_mode" in str(cause) else "made"
+        text = f"environment {env_id!r} cannot be {what}: {first_line(cause, False)}"
+        file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
+        if file in (gymnasium.envs.registration.__file__, __file__):
+            text += ": give its arguments by --env_args NAME=VALUE"
+        else:
+            text += f" ({file}:{line})"
         raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
@@ -124,23 +127,27 @@ def _make_vector(spec, num_envs, seed, kwargs):
 
 
 def _make(name, num_envs, kwargs):
-    logged_at = time.monotonic()
-    for i in range(num_envs):
-        if time.monotonic() - logged_at > LOG_EVERY_S:
-            logged_at = time.monotonic()
-            log.info("%s: %d of %d environments are made", name, i, num_envs)
-        try:
+    envs, logged_at = [], time.monotonic()
+    try:
+        for i in range(num_envs):
+            if time.monotonic() - logged_at > LOG_EVERY_S:
+                logged_at = time.monotonic()
+                log.info("%s: %d of %d environments are made", name, i, num_envs)
             with Call(f"the constructor of {name}"):
                 env = gymnasium.make(name, disable_env_checker=True, **kwargs)
-        except Exception as e:
-            if i == 0 or not re.search(r"\b(instances?|process(es)?)\b", str(e)):
-                raise
+            envs.append(env)
+    except Exception as e:
+        for env in envs:
+            with contextlib.suppress(Exception), Call(f"close() of {name}"):
+                env.close()
+        if envs and re.search(r"\b(instances?|process(es)?)\b", str(e)):
             raise BadInput(
                 f"environment {name} cannot be made twice in a process: use "
                 "--envs_per_actor 1 (MonoBeast) or --envs_per_server 1 (PolyBeast): "
                 f"{first_line(e)}"
             ) from e
-        yield env
+        raise
+    return envs
 
 
 def _close(env_id: str) -> str:
