@@ -8,7 +8,7 @@ import torch
 import polybeast
 from polybeast import parser  # noqa: F401 (part of an agent)
 from torchbeast import ranks
-from torchbeast.process import BadInput
+from torchbeast.messages import BadInput
 
 
 class Agent(polybeast.Agent):

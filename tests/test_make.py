@@ -117,3 +117,67 @@ def test_vector_environment_that_an_id_has_of_its_own_is_used():
     env = Environment(environment.make("CartPole-v0", 3))
     assert isinstance(env.env, Vector) and env.num_envs == 3
     assert env.env.env.unwrapped.max_episode_steps == 200  # As registered.
+
+
+def test_a_registered_environment_of_pettingzoo_is_named(monkeypatch):
+    class Pistonball:
+        pass
+
+    Pistonball.__module__ = "pettingzoo.butterfly"
+    spec = gymnasium.envs.registration.EnvSpec("Piston-v0", entry_point=Pistonball)
+    monkeypatch.setitem(gymnasium.registry, "Piston-v0", spec)
+    with pytest.raises(BadInput, match="must inherit.* it is PettingZoo's") as error:
+        environment.make("Piston-v0")
+    assert "env_args" not in str(error.value)
+
+
+class Game(envs.Counter):
+    """Its process may have one."""
+
+    open = []
+
+    def __init__(self, task, error="multiple emulator instances per process"):
+        super().__init__()
+        if Game.open:
+            raise RuntimeError(error)
+        Game.open.append(task)
+
+    def close(self):
+        Game.open.clear()
+
+
+@pytest.fixture
+def game(monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec("Game-v0", entry_point=Game)
+    monkeypatch.setitem(gymnasium.registry, "Game-v0", spec)
+    return "Game-v0"
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (
+            {},
+            "missing 1 required .* 'task': .*--env_args NAME=VALUE$",
+        ),
+        ({"map": 1}, "unexpected keyword argument 'map': .*--env_args NAME=VALUE$"),
+    ],
+)
+def test_arguments_that_a_constructor_does_not_take_are_one_line(game, kwargs, words):
+    with pytest.raises(BadInput, match=words) as error:
+        environment.make(game, 2, **kwargs)
+    assert "\n" not in str(error.value)
+
+
+def test_a_simulator_of_one_instance_a_process_gets_the_remedy(game):
+    with pytest.raises(BadInput, match="--envs_per_actor 1 .* --envs_per_server 1"):
+        environment.make(game, 2, task=1)
+    assert not Game.open  # What was made is closed.
+    [env] = environment.make(game, 1, task=1)
+    env.close()
+
+
+def test_another_error_of_the_second_environment_is_its_own(game):
+    with pytest.raises(RuntimeError, match="no licence"):
+        environment.make(game, 2, task=1, error="no licence")
+    assert not Game.open

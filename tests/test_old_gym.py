@@ -168,3 +168,16 @@ def test_unsupported_old_space_is_named():
     old.observation_space = Old.Dict({"a": Old.Graph()})
     with pytest.raises(ValueError, match=r"Graph\(old\)"):
         Environment(old)
+
+
+def test_an_environment_of_pettingzoo_is_named():
+    """Its spaces are methods."""
+
+    class Pistonball:
+        possible_agents = ["piston_0", "piston_1"]
+        reset = step = observation_space = action_space = None
+
+    with pytest.raises(ValueError, match="environment Pistonball: it is PettingZoo's"):
+        Environment(Pistonball())
+    with pytest.raises(ValueError, match="environment Pistonball: it is PettingZoo's"):
+        Environment([Pistonball()])

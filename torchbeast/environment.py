@@ -45,7 +45,7 @@ from gymnasium.vector import VectorEnv
 from torchbeast.calls import Call, create
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
-from torchbeast.old_gym import as_gymnasium
+from torchbeast.old_gym import PETTINGZOO, as_gymnasium
 from torchbeast.spaces import BadStep, check_finite
 from torchbeast.vector import Separate, Vector
 
@@ -96,10 +96,12 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         what = "shown" if "render_mode" in str(cause) else "made"
         text = f"environment {env_id!r} cannot be {what}: {first_line(cause, False)}"
         file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
-        if file in (gymnasium.envs.registration.__file__, __file__):
-            text += ": give its arguments by --env_args NAME=VALUE"
-        else:
+        if file not in (gymnasium.envs.registration.__file__, __file__):
             text += f" ({file}:{line})"
+        elif "argument" in text:
+            text += ": give its arguments by --env_args NAME=VALUE"
+        elif "pettingzoo" in text:
+            text += f" {PETTINGZOO}"
         raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
@@ -165,7 +167,7 @@ class Environment:
         objects of the old Gym API. BadInput if it is none of these.
 
     num_envs:           E
-    num_agents:         of each environment; E counts each of them
+    num_agents:         of each environment, as a vector says; E counts each of them
     observation_space:  of one environment, Gymnasium's, without entries of text
     texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
@@ -179,6 +181,7 @@ class Environment:
     def __init__(self, env):
         if isinstance(env, VectorEnv):
             self.env = Vector(env)
+            self.num_agents = getattr(env, "num_agents", 1)
         else:
             envs = [as_gymnasium(e) for e in (env if isinstance(env, list) else [env])]
             if not envs:

@@ -12,6 +12,11 @@ from gymnasium.vector import VectorEnv
 
 from torchbeast.messages import BadInput
 
+PETTINGZOO = (
+    "it is PettingZoo's, of several agents: make a Gymnasium vector environment with "
+    "one row for each agent of it (docs/fork.md)"
+)
+
 
 def as_gymnasium(env) -> gymnasium.Env:
     """Returns env if it is Gymnasium's, else an OldGym of it."""
@@ -30,6 +35,8 @@ class OldGym(gymnasium.Env):
                     f"{type(env).__name__} is neither a Gymnasium nor an old Gym "
                     f"environment: it has no {name}"
                 )
+        if hasattr(env, "possible_agents"):
+            raise BadInput(f"environment {type(env).__name__}: {PETTINGZOO}")
         self.env = env
         self.observation_space = as_space(env.observation_space)
         self.action_space = as_space(env.action_space)
