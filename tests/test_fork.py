@@ -6,10 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
+import gymnasium
+import numpy as np
 import pytest
 
+from tests import envs
 from tests.programs import ROOT, read_logs
+from tests.test_envpool import FakePool
+from torchbeast.environment import Environment, make
 
 
 @pytest.fixture
@@ -41,14 +47,115 @@ def follow(copy, script):
     return result.stdout
 
 
+def blocks():
+    """The document's blocks of code, {language: [text]}."""
+    found = {kind: [] for kind in ("bash", "diff", "python")}
+    text = (ROOT / "docs/fork.md").read_text()
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.S | re.M):
+        found[kind].append(block)
+    return found
+
+
+@pytest.fixture
+def run_block(monkeypatch):
+    """Runs the block of Python that has a word, with modules {name: attributes} in
+    place of those that are not installed here."""
+
+    def run(word, **modules):
+        for name, attributes in modules.items():
+            module = types.ModuleType(name)
+            vars(module).update(attributes)
+            monkeypatch.setitem(sys.modules, name, module)
+        [block] = [b for b in blocks()["python"] if word in b]
+        exec(block, {})
+
+    before = dict(gymnasium.registry)
+    yield run
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
+def test_the_wrapper_of_time_limits_leaves_an_end_what_it_is(run_block):
+    class Basic(envs.Counter):
+        """Reports both at its limit."""
+
+        def step(self, action):
+            observation, reward, _, truncated, info = super().step(action)
+            return observation, reward, truncated or action == 1, truncated, info
+
+    gymnasium.register("VizdoomBasic-v1", Basic)
+    run_block("class Limit", vizdoom={}, **{"vizdoom.gymnasium_wrapper": {}})
+    env = Environment(make("Basic-v0", 1))
+    env.initial()
+    steps = [env.step([x]) for x in (0, 0, 0, 0, 0, 0, 0, 1)]  # One is a reset.
+    ends = [(s["terminated"].item(), s["truncated"].item()) for s in steps]
+    assert ends == [*4 * [(False, False)], (False, True), *2 * [(False, False)], (1, 0)]
+
+
+def test_the_pool_of_the_document_has_a_seed_of_its_own(run_block):
+    made = []
+
+    def make_gymnasium(env_id, num_envs, seed, num_threads, render_mode):
+        made.append((env_id, num_envs, seed, num_threads, render_mode))
+        return FakePool(num_envs, seed)
+
+    run_block("make_pool", envpool={"make_gymnasium": make_gymnasium})
+    Environment(make("Pool-v0", 3, None, 7)).initial()
+    make("Pool-v0", 1, "rgb_array", 8)
+    assert made == [
+        ("HalfCheetah-v4", 3, 7, 1, None),
+        ("HalfCheetah-v4", 1, 8, 1, "rgb_array"),
+    ]
+
+
+def test_the_agents_of_the_document_are_rows(run_block):
+    class Parallel:
+        """Two agents see their own last action; the first is paid 1, the second 2.
+        Both end after three steps."""
+
+        possible_agents = ["a", "b"]
+
+        def observation_space(self, agent):
+            return gymnasium.spaces.Discrete(5)
+
+        action_space = observation_space
+
+        def give(self, *values):
+            return dict(zip(self.possible_agents, values))
+
+        def reset(self, seed=None, options=None):
+            self.agents, self.t = self.possible_agents, 0
+            return self.give(0, 0), self.give({}, {})
+
+        def step(self, actions):
+            self.t += 1
+            last = self.t == 3
+            self.agents = [] if last else self.agents
+            flags = self.give(False, False), self.give(last, last)
+            return actions, self.give(1.0, 2.0), *flags, self.give({}, {})
+
+    rps = types.SimpleNamespace(parallel_env=Parallel)
+    run_block("rps_v2", **{"pettingzoo": {}, "pettingzoo.classic": {"rps_v2": rps}})
+    env = Environment(make("Rps-v0", 3))
+    assert (env.num_agents, env.num_envs) == (2, 6)
+    env.initial(0)
+    given = np.arange(6) % 5
+    steps = [env.step(given) for _ in range(8)]
+    for t, step in enumerate(steps, 1):
+        at_reset = t % 4 == 0
+        np.testing.assert_array_equal(step["done"], at_reset)
+        np.testing.assert_array_equal(step["truncated"], t % 4 == 3)
+        np.testing.assert_array_equal(step["observation"], 0 if at_reset else given)
+        np.testing.assert_array_equal(
+            step["reward"], np.tile([1, 2], 3) * (not at_reset)
+        )
+
+
 @pytest.mark.slow
 def test_whoever_follows_fork_md_gets_what_it_says(copy):
-    text = (ROOT / "docs/fork.md").read_text()
-    blocks = {kind: [] for kind in ("bash", "diff", "python")}
-    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.S | re.M):
-        blocks[kind].append(block)
-    [diff], (agent, env, wrapper, bonus) = blocks["diff"], blocks["python"]
-    setup, edited, own_agent, own_env, wrapped = blocks["bash"]
+    found = blocks()
+    [diff], (agent, env, *_, wrapper, bonus) = found["diff"], found["python"]
+    setup, edited, own_agent, own_env, wrapped = found["bash"]
     assert "make setup" in setup
 
     def columns():

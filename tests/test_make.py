@@ -126,9 +126,8 @@ def test_a_registered_environment_of_pettingzoo_is_named(monkeypatch):
     Pistonball.__module__ = "pettingzoo.butterfly"
     spec = gymnasium.envs.registration.EnvSpec("Piston-v0", entry_point=Pistonball)
     monkeypatch.setitem(gymnasium.registry, "Piston-v0", spec)
-    with pytest.raises(BadInput, match="must inherit.* it is PettingZoo's") as error:
+    with pytest.raises(BadInput, match="'Piston-v0' cannot be made: it is Pett"):
         environment.make("Piston-v0")
-    assert "env_args" not in str(error.value)
 
 
 class Game(envs.Counter):

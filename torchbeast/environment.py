@@ -101,7 +101,7 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         elif "argument" in text:
             text += ": give its arguments by --env_args NAME=VALUE"
         elif "pettingzoo" in text:
-            text += f" {PETTINGZOO}"
+            text = f"environment {env_id!r} cannot be made: {PETTINGZOO}"
         raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
