@@ -34,7 +34,7 @@ from torchbeast.actors import (
     check_limits,
     create_buffers,
 )
-from torchbeast.calls import create
+from torchbeast.calls import create, tell_slow
 from torchbeast.encoders import summary
 from torchbeast.environment import probe
 from torchbeast.flags import Parser, agent_parser, number, run_parser
@@ -313,6 +313,7 @@ def train(flags):
     # The episodes of a resumed run are not those of its first session again.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
     if flags.num_actors == 0:
+        told = tell_slow(flags.unroll_length * flags.envs_per_actor)
         env = create(create_env, flags, flags.envs_per_actor, seed=seed)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
     log.info(
@@ -332,6 +333,7 @@ def train(flags):
         return learner.train(body)
     finally:
         if flags.num_actors == 0:
+            told.set()
             env.close()
 
 

@@ -57,6 +57,16 @@ class Slow(Quick):
     seconds = 0.05
 
 
+class Late(Quick):
+    """Takes some seconds for its first reset, and a while for a step."""
+
+    seconds = 0.2
+
+    def reset(self, *, seed=None, options=None):
+        time.sleep(0 if self.num_steps else 3.5)
+        return super().reset(seed=seed)
+
+
 class LosesItsServer(Base):
     def reward(self):
         if self.num_steps == 300:
@@ -158,6 +168,7 @@ for _env in (
     Raises,
     Quick,
     Slow,
+    Late,
     LosesItsServer,
     NaNReward,
     WrongShape,

@@ -112,13 +112,15 @@ class SharedWeights:
                 return version
 
 
-def _actor_process(act, flags, seed, buffers, weights, connection):
+def _actor_process(index, act, flags, seed, buffers, weights, connection):
     lead_group()
     setup_logging()
     keep_freed_memory()
     torch.set_num_threads(1)
     orders = Orders(connection)
     calls.watch(flags.env, flags.env_timeout_seconds, orders.send)
+    if index == 0:  # One tells for all.
+        calls.tell_slow(flags.unroll_length * flags.envs_per_actor, "actor 0: ")
     try:
         act(flags, seed, buffers, weights, orders)
     except BadInput as e:
@@ -230,9 +232,9 @@ class ActorProcesses:
         seed = seeds.derive_seed(self.seed, index, self.restarts)
         try:
             ours, theirs = self._context.Pipe()
-            args = (self.act, self.flags, seed, self.buffers, self.weights, theirs)
+            args = self.act, self.flags, seed, self.buffers, self.weights, theirs
             process = self._context.Process(
-                target=_actor_process, name=f"actor-{index}", args=args
+                target=_actor_process, name=f"actor-{index}", args=(index, *args)
             )
             resource_tracker.ensure_running()  # Else start() does it, and unblocks.
             with signals_blocked():

@@ -7,11 +7,22 @@ import contextlib
 import signal
 import threading
 import time
+from collections import Counter
 
-from torchbeast.messages import BadInput, first_line
+from torchbeast.messages import BadInput, first_line, log
 from torchbeast.process import end_group
 
+SLOW_S = 5  # After which it is said what is waited for.
+
 _calls = {}  # {thread: its calls that have not returned, the innermost last}.
+_steps = Counter()  # {thread: steps that its environments have made}.
+
+
+class _Entered:
+    """A call, from one change of it to the next."""
+
+    def __init__(self, what):
+        self.what = what
 
 
 class EnvironmentRaised(RuntimeError):
@@ -40,13 +51,15 @@ class Call:
         self.what = what
 
     def __enter__(self):
-        _calls.setdefault(threading.get_ident(), []).append(object())
+        _calls.setdefault(threading.get_ident(), []).append(_Entered(self.what))
 
     def __exit__(self, kind, error, _):
         calls = _calls[threading.get_ident()]
         calls.pop()
         if calls:
-            calls[-1] = object()  # The call around this one has come further.
+            calls[-1] = _Entered(
+                calls[-1].what
+            )  # The call around this one has come further.
         if error is None or isinstance(error, BadInput) or _is_ctrl_c(error):
             return
         with contextlib.suppress(AttributeError):  # Of exceptions with slots.
@@ -77,6 +90,33 @@ def watch(name: str, timeout_s: float, tell):
         end_group()
 
     threading.Thread(target=check, daemon=True, name="watch").start()
+
+
+def count_steps(n):
+    """To be called by environments: n more steps were made."""
+    _steps[threading.get_ident()] += n
+
+
+def tell_slow(num_steps, who="") -> threading.Event:
+    """Logs, after SLOW_S and then ever more rarely, which call of an environment this
+    thread waits for, or how many steps there are: until there are num_steps, or until
+    the event that it returns is set."""
+    own, began_at, ended = threading.get_ident(), time.monotonic(), threading.Event()
+    before, wait_s = _steps[own], SLOW_S
+
+    def tell():
+        nonlocal wait_s
+        while not ended.wait(wait_s) and (n := _steps[own] - before) < num_steps:
+            seconds = round(time.monotonic() - began_at)
+            if n > 0:
+                log.info("%s%d steps in the first %d s", who, n, seconds)
+            elif calls := list(_calls.get(own, ())):
+                what = calls[-1].what
+                log.info("%swaits for %s (%d s since the start)", who, what, seconds)
+            wait_s = time.monotonic() - began_at  # Twice as late each time.
+
+    threading.Thread(target=tell, daemon=True, name="tell-slow").start()
+    return ended
 
 
 def create(create_env, flags, num_envs, render_mode=None, seed=None):

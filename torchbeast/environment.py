@@ -42,7 +42,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast.calls import Call, create
+from torchbeast.calls import Call, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
 from torchbeast.old_gym import PETTINGZOO, as_gymnasium
@@ -228,6 +228,7 @@ class Environment:
         given, action = self.actions.to_environment(action)
         done = self._last
         observation, reward, terminated, truncated, end, metrics = self.env.step(given)
+        count_steps(self.num_envs)
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0
@@ -316,6 +317,7 @@ def _zero_where(done, x):
 def probe(create_env, flags, num_envs):
     """Makes environments only to see what their steps look like, and closes them.
     Returns (env, its first step)."""
+    told = tell_slow(math.inf)
     try:
         env = create(create_env, flags, num_envs)
         try:
@@ -323,6 +325,7 @@ def probe(create_env, flags, num_envs):
         finally:
             env.close()
     finally:
+        told.set()
         with contextlib.suppress(OSError):
             os.chdir(ORIGINAL_DIR)
 

@@ -144,7 +144,7 @@ def converse(create_env, flags, requests, peer):
     requests: an iterator of bytes. Yields bytes. Raises Refused, or what an environment
     raises.
     """
-    env = stats = None
+    env = stats = told = None
     try:
         hello = parse(next(requests, b"")).hello
         if hello.version != PROTOCOL_VERSION:
@@ -155,6 +155,9 @@ def converse(create_env, flags, requests, peer):
             )
         log.info("%s: connected", peer)
         stats = Statistics(peer)
+        if hello.stream == 0:  # One tells for all.
+            num_steps = getattr(flags, "unroll_length", 20) * flags.envs_per_server
+            told = calls.tell_slow(num_steps, f"{peer}: ")
         seeds = [hello.seed, hello.stream, hello.connection, flags.seed or 0]
         seed = derive_seed(*map(abs, seeds))
         env = calls.create(create_env, flags, flags.envs_per_server, seed=seed)
@@ -167,6 +170,8 @@ def converse(create_env, flags, requests, peer):
             stats.add(step)
             yield encode_step(step, env.take_metrics())
     finally:
+        if told is not None:
+            told.set()
         try:
             if env is not None:
                 env.close()

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from torchbeast import environment
-from torchbeast.calls import Call
+from torchbeast.calls import Call, count_steps
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.spaces import Actions, check_finite
@@ -54,6 +54,7 @@ class HostEnvironment(environment.Environment):
         with Call(f"move() of {self.name}"):
             u = self._envs.uniforms(self._random)
             self._carry, step, metrics = self._envs.step(self._carry, action, u)
+        count_steps(self.num_envs)
         totals = {name: x.tolist() for name, x in metrics.items()}
         if means := {name: x / n for name, (x, n) in totals.items() if n}:
             self._add_metrics(means)
