@@ -309,12 +309,10 @@ def train(flags):
     run = Run(flags, env.frames_per_step, env.num_agents)
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
+    create_env = polybeast_env.create_env
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
     # The episodes of a resumed run are not those of its first session again.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
-    if flags.num_actors == 0:
-        told = tell_slow(flags.unroll_length * flags.envs_per_actor)
-        env = create(create_env, flags, flags.envs_per_actor, seed=seed)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
     log.info(
         f"{flags.env}: {actors}, learner on {device}, {flags.precision}; "
@@ -329,12 +327,15 @@ def train(flags):
             num_envs = flags.envs_per_actor * env.num_agents
             train_with_actors(flags, num_envs, seed, learner, buffers, signals)
 
+    if flags.num_actors > 0:
+        return learner.train(body)
+    told = tell_slow(flags.unroll_length * flags.envs_per_actor)
+    env = create(create_env, flags, flags.envs_per_actor, seed=seed)
     try:
         return learner.train(body)
     finally:
-        if flags.num_actors == 0:
-            told.set()
-            env.close()
+        told.set()
+        env.close()
 
 
 def train_serially(flags, env, seed, learner, buffers, signals):

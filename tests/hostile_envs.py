@@ -157,6 +157,44 @@ class SlowStart(StartsAProcess):
 gymnasium.register("SlowStart-v0", SlowStart)
 
 
+class HasASimulator(Base):
+    """A process that a terminal's Ctrl-C ends, and a file in /dev/shm whose name begins
+    with `name` and which only close() removes. Not run to an end.
+
+    seconds: what the constructor takes.
+    """
+
+    def __init__(self, name, seconds=0.0):
+        self.simulator = subprocess.Popen(["cat"], stdin=-1, stdout=-1)
+        file, self.path = tempfile.mkstemp(prefix=name, dir="/dev/shm")
+        os.close(file)
+        self.ask()
+        time.sleep(seconds)
+
+    def ask(self):
+        try:
+            self.simulator.stdin.write(b"\n")
+            self.simulator.stdin.flush()
+            answered = self.simulator.stdout.read(1)
+        except BrokenPipeError:
+            answered = False
+        if not answered:
+            raise RuntimeError("the simulator has ended")
+
+    def step(self, action):
+        time.sleep(0.002)
+        self.ask()
+        return super().step(action)
+
+    def close(self):
+        os.unlink(self.path)
+        self.simulator.kill()
+        self.simulator.communicate()
+
+
+gymnasium.register("HasASimulator-v0", HasASimulator)
+
+
 @hostile
 class ChangesDirectory(Base):
     def __init__(self):

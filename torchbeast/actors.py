@@ -33,7 +33,7 @@ from torchbeast.process import (
 )
 
 PAGE = resource.getpagesize()
-END_S = 5  # An actor's time to finish its rollout and close its environments.
+END_S = 20  # An actor's time to close its environments, as long as that gets further.
 
 
 def check_limits(flags, specs, model):
@@ -125,6 +125,8 @@ def _actor_process(index, act, flags, seed, buffers, weights, connection):
         act(flags, seed, buffers, weights, orders)
     except BadInput as e:
         orders.send(e)
+    except calls.NotWanted:
+        pass
     except BaseException as e:  # sys.exit() in an agent, too.
         text = traceback.format_exc()
         orders.send(text if hasattr(e, "of_environment") else Mistake(text))
@@ -144,7 +146,8 @@ class Orders:
     """An actor's end of its pipe to the learner.
 
     take() gives the indices of buffers to fill, until the learner wants no more, or is
-    gone. END_S later the process is ended, whatever it does.
+    gone. Then environments only get close(), and the process is ended when a call does
+    not return.
     """
 
     def __init__(self, connection):
@@ -165,7 +168,8 @@ class Orders:
                     while True:
                         self._queue.get_nowait()
             self._queue.put(indices)
-        time.sleep(END_S)
+        calls.end()
+        calls.wait()
         end_group()
 
     def take(self, n):
@@ -323,10 +327,12 @@ class ActorProcesses:
         log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
         failures, limit = self._failures[actor.index], self.flags.max_actor_restarts
         if failures == limit:
-            raise Stop(
+            stop = Stop(
                 f"actor {actor.index} died after {limit} restarts without a rollout "
                 "(--max_actor_restarts)"
             )
+            stop.of_environment = True
+            raise stop
         self._failures[actor.index] += 1
         self.restarts += 1
         log.info("actor %d is restarted (%d of %d)", actor.index, failures + 1, limit)

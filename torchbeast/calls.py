@@ -4,18 +4,21 @@ No torch in here: environment servers import this file.
 """
 
 import contextlib
+import os
 import signal
 import threading
 import time
 from collections import Counter
 
 from torchbeast.messages import BadInput, first_line, log
-from torchbeast.process import end_group
+from torchbeast.process import Terminated, end_group, signals_that_raise
 
 SLOW_S = 5  # After which it is said what is waited for.
+RETURN_S = 5  # A call's time to return when nobody wants the environments any more.
 
 _calls = {}  # {thread: its calls that have not returned, the innermost last}.
 _steps = Counter()  # {thread: steps that its environments have made}.
+_wanted = True
 
 
 class _Entered:
@@ -23,6 +26,17 @@ class _Entered:
 
     def __init__(self, what):
         self.what = what
+
+
+class NotWanted(BaseException):
+    """Takes the place of a call when nobody wants the environments any more."""
+
+
+def end():
+    """Has calls raise NotWanted from now on, but for those of close(): environments
+    that have been made are closed, however many were still to be made."""
+    global _wanted
+    _wanted = False
 
 
 class EnvironmentRaised(RuntimeError):
@@ -36,7 +50,8 @@ def _is_ctrl_c(error):
     its own way, it is the environment's."""
     handler = signal.getsignal(signal.SIGINT)
     is_default = handler == signal.default_int_handler
-    return isinstance(error, KeyboardInterrupt) and is_default
+    is_ours = isinstance(error, Terminated)
+    return is_ours or isinstance(error, KeyboardInterrupt) and is_default
 
 
 class Call:
@@ -44,23 +59,26 @@ class Call:
     in it gets a note that names the call, which is the last line of its traceback, and
     of_environment = True, which tells it from a mistake of ours or of the agent's.
 
-    what: such as "reset() of CartPole-v1".
+    what: such as "reset() of CartPole-v1". closing: whether it is a call of close().
     """
 
-    def __init__(self, what):
+    def __init__(self, what, closing=False):
         self.what = what
+        self.closing = closing
 
     def __enter__(self):
+        if not _wanted and not self.closing:
+            raise NotWanted
         _calls.setdefault(threading.get_ident(), []).append(_Entered(self.what))
 
     def __exit__(self, kind, error, _):
         calls = _calls[threading.get_ident()]
         calls.pop()
         if calls:
-            calls[-1] = _Entered(
-                calls[-1].what
-            )  # The call around this one has come further.
-        if error is None or isinstance(error, BadInput) or _is_ctrl_c(error):
+            # The call around this one has come further.
+            calls[-1] = _Entered(calls[-1].what)
+        ours = (BadInput, NotWanted)
+        if error is None or isinstance(error, ours) or _is_ctrl_c(error):
             return
         with contextlib.suppress(AttributeError):  # Of exceptions with slots.
             error.of_environment = True
@@ -84,8 +102,7 @@ def watch(name: str, timeout_s: float, tell):
         seen = {}  # {call: how often}: time in which the process was stopped is none.
         while max(seen.values(), default=0) <= 10:
             time.sleep(timeout_s / 10)
-            innermost = [call for calls in list(_calls.values()) for call in calls[-1:]]
-            seen = {call: seen.get(call, 0) + 1 for call in innermost}
+            seen = {call: seen.get(call, 0) + 1 for call in _innermost()}
         tell(f"{name} did not answer for {timeout_s:g} s (--env_timeout_seconds)")
         end_group()
 
@@ -119,11 +136,78 @@ def tell_slow(num_steps, who="") -> threading.Event:
     return ended
 
 
+def _innermost():
+    return [call for calls in list(_calls.values()) for call in calls[-1:]]
+
+
+def wait(done=lambda: False):
+    """Waits until done(), or until no call has begun or returned for RETURN_S. For a
+    thread that is to end this process after end()."""
+    seen = {}  # {call: since when}
+    while not done():
+        now = time.monotonic()
+        seen = {call: seen.get(call, now) for call in _innermost() or [None]}
+        if now - min(seen.values()) > RETURN_S:
+            return
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _signals_deferred():
+    """A context in the first thread in which signals that raise do so at its end:
+    nobody can close what is half made. If the end does not come within RETURN_S, or
+    another signal comes a second or more later, they raise at once."""
+    signals = signals_that_raise()
+    if threading.current_thread() is not threading.main_thread() or not signals:
+        yield
+        return
+    first = None  # (signal, when it came)
+    left = threading.Event()
+    process = os.getpid()
+
+    def handler(signum, frame):
+        nonlocal first
+        if os.getpid() != process:  # An environment has forked.
+            before[signum](signum, frame)
+        elif first is None:
+            first = signal.Signals(signum), time.monotonic()
+            end()
+        elif time.monotonic() > first[1] + 1:
+            raise Terminated(first[0])
+
+    def insist():
+        while not left.wait(0.1):
+            if first is not None and time.monotonic() > first[1] + RETURN_S:
+                signal.pthread_kill(threading.main_thread().ident, first[0])
+                return
+
+    before = {s: signal.signal(s, handler) for s in signals}
+    thread = threading.Thread(target=insist, name="insist", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+        for s, old in before.items():
+            signal.signal(s, old)
+        if first is not None:
+            global _wanted
+            _wanted = True
+            raise Terminated(first[0])
+
+
 def create(create_env, flags, num_envs, render_mode=None, seed=None):
     """Calls create_env(). Raises BadInput if it makes another number of
     environments."""
-    with Call(f"create_env() of --env {flags.env}"):
-        env = create_env(flags, num_envs, render_mode, seed)
+    env = None
+    try:
+        with _signals_deferred(), Call(f"create_env() of --env {flags.env}"):
+            env = create_env(flags, num_envs, render_mode, seed)
+    except Terminated:
+        if env is not None:
+            env.close()
+        raise
     if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
             f"create_env() made {env.num_envs} environments, expected num_envs = "

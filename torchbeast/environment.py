@@ -136,11 +136,10 @@ def _make(name, num_envs, kwargs):
                 logged_at = time.monotonic()
                 log.info("%s: %d of %d environments are made", name, i, num_envs)
             with Call(f"the constructor of {name}"):
-                env = gymnasium.make(name, disable_env_checker=True, **kwargs)
-            envs.append(env)
-    except Exception as e:
+                envs.append(gymnasium.make(name, disable_env_checker=True, **kwargs))
+    except BaseException as e:
         for env in envs:
-            with contextlib.suppress(Exception), Call(f"close() of {name}"):
+            with contextlib.suppress(Exception), Call(f"close() of {name}", True):
                 env.close()
         if envs and re.search(r"\b(instances?|process(es)?)\b", str(e)):
             raise BadInput(
@@ -302,7 +301,7 @@ class Environment:
     def close(self):
         """Closes the environments. Logs what they raise."""
         try:
-            with Call(f"close() of {self.name}"):
+            with Call(f"close() of {self.name}", closing=True):
                 self.env.close()
         except Exception as e:
             log.warning("close() of %s raised %s", self.name, first_line(e))

@@ -4,6 +4,7 @@ A process of its own, at the lowest priority, plays them with the weights it was
 last. Training never waits for it: while it plays, no weights are sent.
 """
 
+import contextlib
 import copy
 import os
 import threading
@@ -20,13 +21,16 @@ from torchbeast.policies import make_agent
 from torchbeast.process import end_group, kill_group, lead_group, signals_blocked
 from torchbeast.seeds import derive_seed
 
+END_S = 10  # The process's time to close its environment.
+
 
 class Evaluator:
     """Sends weights to the process that plays, and takes the returns.
 
     offer() and take() may be called by one thread at a time; they never block. What
-    goes wrong in the process ends the evaluation, not the run. close() kills the
-    process, and all that it started; it also ends when the learner is gone.
+    goes wrong in the process ends the evaluation, not the run. close() has the
+    process close its environment, and ends it with all that it started; it also ends
+    when the learner is gone.
     """
 
     def __init__(self, create_env, flags, step):
@@ -91,9 +95,10 @@ class Evaluator:
 
     def close(self):
         if self._process is not None:
+            self._connection.close()
+            self._process.join(END_S)
             kill_group(self._process)
             self._process.join()
-            self._connection.close()
             self._process, self._idle = None, False
 
 
@@ -109,8 +114,12 @@ def _evaluate(create_env, flags, connection):
             try:
                 newest[:] = [connection.recv_bytes()]
             except (EOFError, OSError):  # The learner is gone, or wants no more.
-                end_group()
+                newest[:] = [None]
             arrived.set()
+            if newest == [None]:
+                calls.end()
+                calls.wait()
+                end_group()
 
     threading.Thread(target=receive, daemon=True).start()
     calls.watch(flags.env, flags.env_timeout_seconds, connection.send)
@@ -119,15 +128,19 @@ def _evaluate(create_env, flags, connection):
         flags.seed = derive_seed(flags.seed, flags.eval_interval_steps)
         torch.manual_seed(flags.seed)
         env = calls.create(create_env, flags, 1, seed=flags.seed)
-        agent = make_agent(flags, env)
-        agent.net.eval()
-        while True:
-            arrived.wait()
-            arrived.clear()
-            agent.net.load_state_dict(from_bytes(newest[0])["weights"])
-            policy = play.Policy(agent, env, flags.test_actions)
-            returns = [x for x, _ in play.episodes(flags, env, policy)]
-            connection.send(returns)
+        with contextlib.closing(env):
+            agent = make_agent(flags, env)
+            agent.net.eval()
+            while arrived.wait():
+                arrived.clear()
+                if (data := newest[0]) is None:
+                    break
+                agent.net.load_state_dict(from_bytes(data)["weights"])
+                policy = play.Policy(agent, env, flags.test_actions)
+                returns = [x for x, _ in play.episodes(flags, env, policy)]
+                connection.send(returns)
+    except calls.NotWanted:
+        pass
     except BaseException:  # sys.exit() in an environment, too.
         connection.send(traceback.format_exc())
     end_group()

@@ -109,7 +109,7 @@ class Learner:
         with Signals() as signals, processes or contextlib.nullcontext():
             try:
                 try:
-                    with ranks.current.voting(signals):
+                    with ranks.current.voting(signals), signals.blamed():
                         body(signals)
                 except Exception as e:
                     # A loss that is not finite came before what it led to.

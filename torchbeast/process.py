@@ -147,7 +147,7 @@ def open_standard_files():
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, where nothing else handles them."""
+    """One of SIGNALS, where nothing else handles it."""
 
     def __init__(self, signum):
         super().__init__()
@@ -156,6 +156,12 @@ class Terminated(KeyboardInterrupt):
 
 def _terminate(signum, frame):
     raise Terminated(signum)
+
+
+def signals_that_raise():
+    """Returns those of SIGNALS whose handlers raise KeyboardInterrupt."""
+    handlers = signal.default_int_handler, _terminate
+    return [s for s in SIGNALS if signal.getsignal(s) in handlers]
 
 
 @contextlib.contextmanager
@@ -243,6 +249,23 @@ class Signals:
     def check(self):
         if stop := self.stop():
             raise stop
+
+    @contextlib.contextmanager
+    def blamed(self):
+        """A context in which an error of an environment becomes the Stop of a signal
+        that comes before it or within a second. Whatever an environment starts gets
+        Ctrl-C from the terminal, too, and ends at once."""
+        try:
+            yield
+        except Exception as e:
+            if not hasattr(e, "of_environment"):
+                raise
+            deadline = time.monotonic() + 1
+            while self.received is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if stop := self.stop():
+                raise stop from e
+            raise
 
 
 def check_signals():

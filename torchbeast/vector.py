@@ -103,7 +103,7 @@ class Separate:
         errors = []
         for env in self.envs:
             try:
-                with Call(f"close() of {self.name}"):
+                with Call(f"close() of {self.name}", closing=True):
                     env.close()
             except Exception as e:
                 errors.append(e)

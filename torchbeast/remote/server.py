@@ -41,7 +41,6 @@ MAX_CONNECTIONS = 2 * MAX_STREAMS  # A stream has one; others are in a handshake
 HANDSHAKE_TIMEOUT_S = 5
 HELLO_TIMEOUT_S = 10
 LOG_EVERY_S = 60
-CLOSE_TIMEOUT_S = 3
 
 
 class EnvironmentServer:
@@ -345,7 +344,6 @@ def main(parent, body=serve):
     keep_freed_memory()
     calls.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
     environments = body(create_env, flags, address, directory, parent)
-    deadline = time.monotonic() + CLOSE_TIMEOUT_S
-    while environments.num_streams > 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    calls.end()
+    calls.wait(lambda: environments.num_streams == 0)
     end_group()

@@ -19,6 +19,7 @@ from torchbeast.process import kill_group, signals_blocked
 from torchbeast.remote.addresses import count_up
 
 MAX_FAILURES = 5
+END_S = 20  # A server's time to close its environments, as long as that gets further.
 
 
 def name_of(address, module):
@@ -208,6 +209,6 @@ class Servers:
         with self._stack:  # The directory goes last.
             for server in self._servers:
                 server.stop()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + END_S
             for server in self._servers:
                 server.join(deadline)

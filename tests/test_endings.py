@@ -1,0 +1,134 @@
+"""Signals, while environments have processes and shared memory: whoever gets one, the
+run ends as it should, and its environments are closed."""
+
+import contextlib
+import os
+import pathlib
+import secrets
+import signal
+import time
+
+import pytest
+
+from tests.programs import (
+    SERIAL,
+    TIMEOUT_S,
+    Program,
+    args,
+    both,
+    load,
+    marked,
+    read_logs,
+    wait_for_steps,
+)
+
+LOG = ("--log_interval_steps", 40)  # A line for every update.
+slow = pytest.mark.slow
+
+
+class Simulator:
+    """What programs leave of an environment that has a file of a name of its own."""
+
+    def __init__(self):
+        self.name = f"simulator-{secrets.token_hex(8)}"
+
+    def args(self, module, savedir, *others, seconds=0.0):
+        """Flags of a program whose environments take so long to make."""
+        env_args = "--env_args", f"name={self.name}", f"seconds={seconds}"
+        env = "tests.hostile_envs:HasASimulator-v0"
+        return args(module, savedir, *LOG, *env_args, *others, env=env)
+
+    def files(self):
+        return sorted(pathlib.Path("/dev/shm").glob(f"{self.name}*"))
+
+
+@pytest.fixture
+def simulator():
+    """Asserts that nothing of it is left."""
+    simulator = Simulator()
+    yield simulator
+    left = simulator.files()
+    for path in left:
+        path.unlink()
+    assert not left
+
+
+@pytest.mark.survives("signal")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_a_simulator_gets_too_ends_a_serial_run_in_order(
+    savedir, simulator, signum
+):
+    """A terminal sends Ctrl-C to all processes in it."""
+    with Program(*simulator.args("monobeast", savedir, *SERIAL)) as program:
+        wait_for_steps(savedir, 400)
+        os.killpg(program.process.pid, signum)
+        assert program.end() == 128 + signum
+    assert f"stopped by {signum.name}" in program.output
+    assert "Traceback" not in program.output
+    assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) > 0
+
+
+@pytest.mark.survives("signal")
+@both
+def test_nor_is_it_a_fault_of_actors_or_servers(savedir, simulator, module):
+    """A service manager sends SIGTERM to all processes of a service."""
+    others = ("--max_actor_restarts", 0) if module == "monobeast" else ()
+    flags = simulator.args(module, savedir, *others)
+    with Program(*flags, module=module) as program:
+        wait_for_steps(savedir, 400)
+        for pid in sorted(marked(program.mark), reverse=True):  # The simulators first.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in program.output
+    assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) > 0
+
+
+def moment(module, others, workers, number, signum, *marks):
+    """When to send a signal: there are so many environments, in the program itself or
+    in its actors and servers."""
+    name = f"{others[0] if others else module}-{workers}-{number}-{signum.name}"
+    return pytest.param(module, others, workers, number, signum, marks=marks, id=name)
+
+
+@pytest.mark.survives("signal-at-start")
+@pytest.mark.parametrize(
+    ("module", "others", "workers", "number", "signum"),
+    [
+        moment("monobeast", SERIAL, 0, 3, signal.SIGINT),
+        moment("monobeast", (), 1, 3, signal.SIGINT),
+        moment("polybeast", (), 1, 3, signal.SIGINT),
+        moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, slow),
+        moment("monobeast", SERIAL, 0, 6, signal.SIGINT, slow),
+        moment("monobeast", (), 0, 2, signal.SIGINT, slow),
+        moment("monobeast", (), 1, 6, signal.SIGTERM, slow),
+        moment("polybeast", (), 0, 1, signal.SIGINT, slow),
+        moment("polybeast", (), 0, 2, signal.SIGTERM, slow),
+        moment("polybeast", (), 1, 1, signal.SIGTERM, slow),
+        moment("polybeast", (), 1, 6, signal.SIGINT, slow),
+    ],
+)
+def test_environments_are_closed_after_a_signal_that_comes_while_they_are_made(
+    savedir, simulator, module, others, workers, number, signum
+):
+    num = "--envs_per_actor" if module == "monobeast" else "--envs_per_server"
+    flags = simulator.args(module, savedir, *others, num, 6, seconds=1.5)
+    with Program(*flags, module=module) as program:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(simulator.files()) != number or len(program.workers()) != workers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(program.process.pid, signum)
+        assert program.end() == 128 + signum
+    assert "Traceback" not in program.output
+
+
+def test_the_environment_of_an_evaluation_is_closed_when_the_run_ends(
+    savedir, simulator
+):
+    flags = simulator.args("monobeast", savedir, *SERIAL, "--eval_interval_steps", 40)
+    with Program(*flags) as program:
+        program.wait_for("greedy episodes")
+        program.signal(signal.SIGTERM)
+        assert program.end() == 128 + signal.SIGTERM
+    assert not simulator.files()
