@@ -288,7 +288,7 @@ def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):
         s["dialed_in"] = True
     start = guests.alone_since
     for t in range(100):
-        guests.update(pool, start + t)
+        guests.update(pool.status(), pool.take_departed(), start + t)
     assert sorted(lines) == [
         "host 10.0.0.1: 2 streams, 0 before",
         "host 10.0.0.2: 1 streams, 0 before",
@@ -297,19 +297,19 @@ def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):
     for error in 5 * ["boom"] + ["the host is gone"]:
         pool.departed.append({"address": "10.0.0.2:7", "last_error": f"a\n{error}"})
     pool.remove("10.0.0.2:5")
-    guests.update(pool, start + 101)
+    guests.update(pool.status(), pool.take_departed(), start + 101)
     assert lines == [
         "host 10.0.0.2: 0 streams, 1 before",
         "host 10.0.0.2: no stream (1 so far): boom",
     ]
     lines.clear()
     pool.departed.append({"address": "10.0.0.2:8", "last_error": "boom"})
-    guests.update(pool, start + 200)
+    guests.update(pool.status(), pool.take_departed(), start + 200)
     assert lines == ["host 10.0.0.2: no stream (6 so far): boom"]
     lines.clear()
     pool.streams.clear()
     for t in range(200, 500, 5):
-        guests.update(pool, start + t)
+        guests.update(pool.status(), pool.take_departed(), start + t)
     assert lines[0] == "host 10.0.0.1: 0 streams, 2 before"
     assert lines[1:] == 3 * ["no host has dialed in"]  # After 60, 120 and 240 s.
 
@@ -325,7 +325,7 @@ def test_a_host_whose_streams_come_and_go_is_logged_once_a_minute(lines):
         elif t % 7 == 0:
             error = f"KeyError: {t} at 0x7f{t:x}"  # The same but for its numbers.
             pool.departed.append({"address": "10.0.0.1:5", "last_error": error})
-        guests.update(pool, start + t)
+        guests.update(pool.status(), pool.take_departed(), start + t)
     counts = [line for line in lines if "before" in line]
     errors = [line for line in lines if "no stream" in line]
     assert len(counts) < 3 + 600 / 60 and counts[0].endswith("1 streams, 0 before")
@@ -337,7 +337,7 @@ def test_a_host_whose_streams_come_and_go_is_logged_once_a_minute(lines):
     ]
     pool.streams.clear()
     for t in range(600, 1000):
-        guests.update(pool, start + t)
+        guests.update(pool.status(), pool.take_departed(), start + t)
     assert not guests.hosts
 
 
@@ -352,7 +352,7 @@ def test_errors_that_are_all_different_do_not_flood_the_log(lines):
     start = guests.alone_since
     for t, word in enumerate(words(600)):
         pool.departed.append({"address": "10.0.0.1:5", "last_error": f"no {word}"})
-        guests.update(pool, start + t)
+        guests.update(pool.status(), pool.take_departed(), start + t)
     errors = [line for line in lines if "no stream" in line]
     assert len(errors) <= 5 * 4 + 5  # Some each time, then ever more rarely.
     assert errors[:2] == [
@@ -373,7 +373,7 @@ def test_hosts_that_are_all_different_do_not_flood_the_log(lines):
             pool.add(address)
             pool.streams[-1]["dialed_in"] = True
             pool.departed.append({"address": address, "last_error": "boom"})
-        guests.update(pool, start + t)
+        guests.update(pool.status(), pool.take_departed(), start + t)
     assert len([line for line in lines if "no stream" in line]) == 100 + 1
     assert len([line for line in lines if "before" in line]) < 2 * 1000 + 10
     assert any(line.startswith("host others: 100 streams") for line in lines)

@@ -1,6 +1,7 @@
 """Threads that end together."""
 
 import threading
+import time
 
 import torch
 
@@ -38,18 +39,21 @@ class Threads:
         self._threads.append(threading.Thread(target=target, name=name))
 
     def run(self, signals, end, watch=lambda: None):
-        """Starts the threads, and calls watch() several times a second until one of
-        them ends or a signal comes. Then calls end(), which has to make the others end,
+        """Starts the threads, and calls watch() once a second until one of them ends or
+        a signal comes. Then calls end(), which has to make the others end,
         and waits for all. Raises the first error of any of them."""
         started = []
         try:
             for thread in self._threads:
                 thread.start()
                 started.append(thread)
+            watched_at = time.monotonic()
             # A handler may not set an Event that this thread may be waiting for.
             while not self.stop.wait(0.2):
                 signals.check()
-                watch()
+                if time.monotonic() > watched_at + 1:
+                    watch()
+                    watched_at = time.monotonic()
         except BaseException as e:
             ranks.current.leave(e)
             raise

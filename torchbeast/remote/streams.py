@@ -247,7 +247,8 @@ def run(actors):
 
 class Streams:
     """Watches the streams of an ActorPool, and the program's own servers. check() has
-    to be called several times a second.
+    to be called once a second.
+
 
     With --server_addresses @FILE, the pool gets the addresses that are written into the
     file, as often as they stand there, and loses those that are taken out. Nothing
@@ -274,11 +275,12 @@ class Streams:
         if self._path is not None:
             self._follow_file()
         now = time.monotonic()
-        status = self._actors.status()
+        all_streams = self._actors.status()
         if self._servers is not None:
-            self._servers.restart_ended({s["address"]: s["rollouts"] for s in status})
-        self._check_environments(status)
-        status = [s for s in status if not s["dialed_in"]]
+            rollouts_of = {s["address"]: s["rollouts"] for s in all_streams}
+            self._servers.restart_ended(rollouts_of)
+        self._check_environments(all_streams)
+        status = [s for s in all_streams if not s["dialed_in"]]
         if self._flags.server_addresses is None:
             for line in (last_line(s["last_error"]) for s in status):
                 if line.startswith(BAD_INPUT):
@@ -286,7 +288,7 @@ class Streams:
         if status and self._actors.rollouts()["delivered"] == 0:
             self._check_first(status)
         if self._guests is not None:
-            self._guests.update(self._actors, now)
+            self._guests.update(all_streams, self._actors.take_departed(), now)
         logs = self._logs
         self._logs = {s["stream"]: logs.get(s["stream"], StreamLog()) for s in status}
         for s in status:
@@ -397,9 +399,9 @@ class Guests:
         self.errors = Throttle()
         self.remind_s, self.alone_since = REMIND_S, time.monotonic()
 
-    def update(self, actors, now):
-        """Logs what has changed. actors: the ActorPool."""
-        status = actors.status()
+    def update(self, status, departed, now):
+        """Logs what has changed. status, departed: the ActorPool's of all streams, and
+        of those that have ended since the last call."""
         count = Counter(
             host_of(s) for s in status if s["dialed_in"] and s["state"] == "running"
         )
@@ -416,7 +418,7 @@ class Guests:
                 self.hosts[host] = count[host], now, wait_s
             elif count[host] == before == 0 and calm:
                 del self.hosts[host]
-        for s in actors.take_departed():
+        for s in departed:
             error = last_line(s["last_error"])
             if error != "the host is gone":
                 number, due = self.errors.count(host_of(s), error, now)
