@@ -18,6 +18,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torchbeast {
@@ -290,17 +291,44 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
       [pool = std::make_shared<BufferPool>()](size_t n) { return pool->allocate(n); };
 }
 
+// Of an array. Throws bad_alloc for sizes beyond all bounds.
+[[nodiscard]] inline size_t num_bytes(DType dtype, const Dims& shape) {
+  auto bytes = static_cast<int64_t>(dtype.bytes());
+  for (int i = 0; i < shape.rank(); ++i) {
+    if (shape[i] == 0) return 0;
+  }
+  for (int i = 0; i < shape.rank(); ++i) {
+    if (__builtin_mul_overflow(bytes, shape[i], &bytes)) throw std::bad_alloc();
+  }
+  return static_cast<size_t>(bytes);
+}
+
 // Throws bad_alloc, also for sizes beyond all bounds.
 [[nodiscard]] inline Array allocate_array(const Allocate& allocate, DType dtype,
                                           const Dims& shape) {
-  auto bytes = static_cast<int64_t>(dtype.bytes());
-  bool empty = false;
-  for (int i = 0; i < shape.rank(); ++i) empty = empty || shape[i] == 0;
-  for (int i = 0; i < shape.rank() && !empty; ++i) {
-    if (__builtin_mul_overflow(bytes, shape[i], &bytes)) throw std::bad_alloc();
+  return {dtype, shape, contiguous_strides(shape), allocate(num_bytes(dtype, shape))};
+}
+
+// Arrays that lie in one piece of memory, one after the other. It lives as long as any
+// of them. Throws bad_alloc.
+[[nodiscard]] inline std::vector<Array> allocate_arrays(
+    const Allocate& allocate, const std::vector<std::pair<DType, Dims>>& specs) {
+  std::vector<size_t> begins;
+  size_t total = 0;
+  for (const auto& [dtype, shape] : specs) {
+    begins.push_back(total);
+    const size_t bytes = num_bytes(dtype, shape);
+    if (bytes > std::numeric_limits<size_t>::max() / 4 - total) throw std::bad_alloc();
+    total += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  return {dtype, shape, contiguous_strides(shape),
-          allocate(empty ? 0 : static_cast<size_t>(bytes))};
+  const std::shared_ptr<std::byte> memory = allocate(total);
+  std::vector<Array> arrays;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const auto& [dtype, shape] = specs[i];
+    arrays.push_back({dtype, shape, contiguous_strides(shape),
+                      std::shared_ptr<std::byte>(memory, memory.get() + begins[i])});
+  }
+  return arrays;
 }
 
 }  // namespace torchbeast

@@ -317,17 +317,17 @@ class BatchingQueue {
     auto batch = std::make_shared<Filling>();
     batch->spec = spec;
     batch->arrays.structure = spec.structure;
-    for (const auto& [dtype, row_shape] : spec.leaves) {
-      Dims shape = row_shape;
+    std::vector<std::pair<DType, Dims>> leaves = spec.leaves;
+    for (auto& [dtype, shape] : leaves) {
       shape[options_.batch_dim] = options_.maximum_batch_size;
-      try {
-        batch->arrays.leaves.push_back(allocate_array(allocate_, dtype, shape));
-      } catch (const std::bad_alloc&) {
-        throw std::invalid_argument(
-            spec.structure->leaf_name(batch->arrays.leaves.size()) +
-            ": no memory for maximum_batch_size rows: " + dtype.name() + " " +
-            shape.str());
-      }
+    }
+    try {  // All at once: every producer waits for it.
+      batch->arrays.leaves = allocate_arrays(allocate_, leaves);
+    } catch (const std::bad_alloc&) {
+      throw std::invalid_argument(
+          spec.structure->leaf_name(0) +
+          ": no memory for maximum_batch_size rows: " + leaves[0].first.name() + " " +
+          leaves[0].second.str() + (leaves.size() > 1 ? ", and of all others" : ""));
     }
     return batch;
   }

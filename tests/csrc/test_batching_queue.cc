@@ -142,6 +142,29 @@ TEST_CASE("a batch is begun by one producer, and by the next if that fails") {
   CHECK(num_allocations == 2);
 }
 
+TEST_CASE("all arrays of a batch are one allocation, and each is aligned") {
+  int num_allocations = 0;
+  Queue queue(options(2, 3), [&](size_t n) {
+    ++num_allocations;
+    return heap_memory(n);
+  });
+  for (int i = 0; i < 2; ++i) {
+    queue.enqueue(make_nest<Array>(
+                      tuple({leaf(), leaf(), leaf()}),
+                      {count_up({1, 5}, i), count_up({1, 0}), count_up({1}, 10 * i)}),
+                  i);
+  }
+  const Queue::Batch batch = queue.dequeue_many();
+  CHECK(num_allocations == 1);
+  CHECK(elements(batch.arrays.leaves[0]) ==
+        std::vector<int32_t>{0, 1, 2, 3, 4, 1, 2, 3, 4, 5});
+  CHECK(batch.arrays.leaves[1].shape == Dims{2, 0});
+  CHECK(elements(batch.arrays.leaves[2]) == std::vector<int32_t>{0, 10});
+  for (const Array& array : batch.arrays.leaves) {
+    CHECK(reinterpret_cast<uintptr_t>(array.data.get()) % kAlignment == 0);
+  }
+}
+
 TEST_CASE("a queue too short for a batch is not full before it has one") {
   BatchingOptions o = options(3, 3);
   o.maximum_queue_size = 1;
