@@ -4,8 +4,8 @@
     python -m monobeast --agent sac --env Pendulum-v1
     python -m monobeast --agent sac --preset mujoco --env HalfCheetah-v5
 
-Read it top to bottom: flags, Actor, Critics, Agent. What it does not define is in
-torchbeast/agents.py.
+Read it top to bottom: flags, Actor, Critic, ReplayAgent, which td3.py has, too, Agent.
+What they do not define is in torchbeast/agents.py.
 
 The actor chooses actions in the bounds of their Box. Two critics learn their values;
 the smaller of both is believed. Entropy is worth as much as keeps that of the policy at
@@ -107,16 +107,18 @@ class Critic(nn.Module):
         return self.layers(x).squeeze(1)
 
 
-class Agent(agents.Agent):
-    """Learns an actor and two critics, in learn(), from samples of what it has seen."""
+class ReplayAgent(agents.Agent):
+    """What SAC and TD3 share: an actor, critics and a replay. learn_from() makes a
+    gradient step from samples [2, B, ...], explore() chooses x while training."""
 
+    name, num_critics = "sac", 2
     numbers = "flat"  # The layers are the actor's and the critics' own.
 
     def __init__(self, flags, observation_space, action_space):
         if not is_continuous(action_space):
             raise BadInput(
-                f"--agent sac needs an action space of Boxes, the environment has "
-                f"{action_space}: use --agent polybeast, ppo or r2d2"
+                f"--agent {self.name} needs an action space of Boxes, the environment "
+                f"has {action_space}: use --agent polybeast, ppo or r2d2"
             )
         super().__init__(flags, observation_space, action_space)
         self.net.uniform.fill_(flags.replay_start > 0)
@@ -125,8 +127,8 @@ class Agent(agents.Agent):
         return distributions.make(action_space, squashed=True)
 
     def make_net(self, observation_space, action_space):
-        encoder = self.make_encoder(observation_space)
-        return Actor(encoder, self.flags.hidden_sizes, self.distribution)
+        encoder, sizes = self.make_encoder(observation_space), self.flags.hidden_sizes
+        return self.make_actor(encoder, sizes, self.distribution)
 
     def initial_state(self, batch_size):
         return ()
@@ -137,7 +139,7 @@ class Agent(agents.Agent):
         if greedy:
             x = self.distribution.mode(params)
         else:
-            x, uniform = self.distribution.sample(params), self.net.uniform
+            x, uniform = self.explore(params), self.net.uniform
             first = self.distribution.uniform(params)  # Of the first steps.
             x = map_structure(lambda a, b: torch.where(uniform, a, b), first, x)
         action = self.distribution.to_action(x)
@@ -146,36 +148,23 @@ class Agent(agents.Agent):
     # Learning.
 
     def start_learning(self, device):
-        flags, num_features = self.flags, self.distribution.num_features
-
-        def make_critic():
-            encoder = self.make_encoder(self.observation_space)
-            return self.normalized(Critic(encoder, flags.hidden_sizes, num_features))
-
-        def make_critics():
-            critics = nn.ModuleList(make_critic() for _ in range(2))
-            return critics.to(device, memory_format=torch.channels_last)
-
-        self.critics, self.target_critics = make_critics(), make_critics()
+        flags = self.flags
+        self.critics, self.target_critics = (self.make_critics(device) for _ in "12")
         self.target_critics.load_state_dict(self.critics.state_dict())
         self.target_critics.requires_grad_(False)
-        self.learned = dict(critics=self.critics, target_critics=self.target_critics)
-        # Of the weight of entropy.
-        self.log_alpha = torch.zeros((), device=device, requires_grad=True)
-        self.target_entropy = flags.target_entropy
-        if self.target_entropy is None:
-            self.target_entropy = -num_features
+        self.learned.update(critics=self.critics, target_critics=self.target_critics)
         self.replay, self.credit = replay.make(flags, flags.unroll_length, 2, device)
         super().start_learning(device)
 
-    def make_optimizer(self):
-        flags = self.flags
-        critics = [*self.critics.parameters(), self.log_alpha]
-        groups = [
-            {"params": list(self.net.parameters()), "lr": flags.learning_rate},
-            {"params": critics, "lr": flags.critic_learning_rate},
-        ]
-        return torch.optim.Adam(groups, fused=True)
+    def make_critics(self, device):
+        sizes, num_features = self.flags.hidden_sizes, self.distribution.num_features
+        critics = nn.ModuleList(
+            Critic(self.make_encoder(self.observation_space), sizes, num_features)
+            for _ in range(self.num_critics)
+        )
+        for critic in critics:
+            self.normalized(critic)
+        return critics.to(device, memory_format=torch.channels_last)
 
     def learn(self, batch):
         """Takes a batch [T + 1, B, ...] into the replay and makes the gradient steps
@@ -189,24 +178,61 @@ class Agent(agents.Agent):
         self.update_statistics(batch)
         self.count()
         self.net.uniform.fill_(self.step < flags.replay_start)
-        return {
-            **means(steps),
-            "replay_size": self.replay.size * T,
-            "replay_ratio": self.credit.measured,
-        }
+        size, ratio = self.replay.size * T, self.credit.measured
+        return {**means(steps), "replay_size": size, "replay_ratio": ratio}
 
     def gradient_step(self):
-        flags = self.flags
-        num = flags.replay_batch_size // ranks.current.num
+        num = self.flags.replay_batch_size // ranks.current.num
         batch, items = self.replay.sample(num)
+        statistics = self.learn_from(batch)
+        age = self.replay.age(items) * self.flags.unroll_length
+        return {**statistics, "replay_age": age}
+
+    def follow(self, target, module):
+        """Moves a target network by --target_rate towards its network."""
+        update = torch.optim.swa_utils.get_ema_multi_avg_fn(1 - self.flags.target_rate)
+        update(list(target.parameters()), list(module.parameters()), None)
+
+    def values(self, critics, observation, action):
+        return torch.stack([critic(observation, action) for critic in critics])
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.optimizer is not None:
+            self.credit.say_empty(self.step)
+
+
+class Agent(ReplayAgent):
+    """Learns an actor and two critics, in learn(), from samples of what it has seen."""
+
+    make_actor = Actor
+
+    def explore(self, params):
+        return self.distribution.sample(params)
+
+    def start_learning(self, device):
+        # Of the weight of entropy.
+        self.log_alpha = torch.zeros((), device=device, requires_grad=True)
+        self.target_entropy = self.flags.target_entropy
+        if self.target_entropy is None:
+            self.target_entropy = -self.distribution.num_features
+        super().start_learning(device)
+
+    def make_optimizer(self):
+        flags = self.flags
+        critics = [*self.critics.parameters(), self.log_alpha]
+        groups = [
+            {"params": list(self.net.parameters()), "lr": flags.learning_rate},
+            {"params": critics, "lr": flags.critic_learning_rate},
+        ]
+        return torch.optim.Adam(groups, fused=True)
+
+    def learn_from(self, batch):
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         statistics = set_gradients(parameters, self.loss, batch)
         self.optimizer.step()
-        update = torch.optim.swa_utils.get_ema_multi_avg_fn(1 - flags.target_rate)
-        targets = list(self.target_critics.parameters())
-        update(targets, list(self.critics.parameters()), None)
-        age = self.replay.age(items) * flags.unroll_length
-        return {**statistics, "replay_age": age}
+        self.follow(self.target_critics, self.critics)
+        return statistics
 
     def loss(self, batch):
         """Returns the loss of transitions [2, B, ...] of a batch, or of a part of it,
@@ -248,9 +274,6 @@ class Agent(agents.Agent):
         log_prob = self.distribution.log_prob(params, x) + self.distribution.log_units
         return self.distribution.features(self.distribution.to_action(x)), log_prob
 
-    def values(self, critics, observation, action):
-        return torch.stack([critic(observation, action) for critic in critics])
-
     def state_dict(self):
         return {**super().state_dict(), "log_alpha": self.log_alpha.detach()}
 
@@ -259,7 +282,6 @@ class Agent(agents.Agent):
         if self.optimizer is not None:
             with torch.no_grad():
                 self.log_alpha.copy_(state["log_alpha"])
-            self.credit.say_empty(self.step)
 
 
 def is_continuous(space):

@@ -10,9 +10,9 @@ from tests.programs import ROOT, args, load, run
 
 # Programs, agents, and what they import from the top level.
 MODULES = {"monobeast", "polybeast", "polybeast_env"}
-MODULES |= {"warpbeast", "warp_envs", "ppo", "r2d2", "sac"}
+MODULES |= {"warpbeast", "warp_envs", "ppo", "r2d2", "sac", "td3"}
 MODULES |= {"atari_wrappers", "vtrace", "libtorchbeast"}
-AGENTS = {"ppo", "r2d2", "sac"}
+AGENTS = {"ppo", "r2d2", "sac", "td3"}
 PACKAGE = sorted((ROOT / "torchbeast").rglob("*.py"))
 WINGS = "torchbeast.remote", "torchbeast.warp"  # Whoever reads an agent enters neither.
 
@@ -41,7 +41,7 @@ for name in "grpc", "grpc_health", "google.protobuf", "_libtorchbeast":
     sys.modules[name] = None  # Importing it is an ImportError.
 import monobeast, polybeast, polybeast_env, warpbeast
 polybeast.program_parser(), polybeast_env.parser()
-for agent in "ppo", "r2d2", "sac":
+for agent in "ppo", "r2d2", "sac", "td3":
     monobeast.program_parser(agent), warpbeast.program_parser(agent)""")
 
 

@@ -52,6 +52,11 @@ ABILITIES = {
         "tests.envs:torchbeast/Target-v0", [*SAC, "--replay_ratio", 64], 0.8, 30_000
     ),
     "sac_pendulum": ("Pendulum-v1", SAC, -200, 60_000),
+    "td3_target": (
+        "tests.envs:torchbeast/Target-v0",
+        ["--agent", "td3", "--replay_ratio", 64], 0.8, 30_000,
+    ),
+    "td3_pendulum": ("Pendulum-v1", ["--agent", "td3"], -200, 60_000),
     "attention": (
         "tests.envs:torchbeast/LongMemory-v0",
         ["--agent", "examples.attention.agent"],
@@ -69,6 +74,7 @@ MODES = {
     "dqn_catch": ("actors", "serial", "servers"),
     "r2d2_memory": ("serial", "servers"),
     "sac_target": ("actors", "serial", "servers"),
+    "td3_target": ("serial", "servers"),
     "attention": ("actors", "servers"),
 }
 QUICK = [
@@ -84,6 +90,7 @@ SLOW = [
     ("mixed", "servers"),
     ("r2d2_memory", "serial"),
     ("sac_target", "serial"),
+    ("td3_target", "serial"),
     ("attention", "servers"),
 ]
 

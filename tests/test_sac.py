@@ -9,6 +9,7 @@ from gymnasium import spaces
 
 import monobeast
 import sac
+import td3
 from tests import envs
 from tests.programs import main, read_logs
 from tests.test_agent import batches, make_actor
@@ -41,18 +42,26 @@ class Swing(envs.Target):
         return self.number, reward, self.t == 4, self.t == 3 and reward > 2, {}
 
 
-def make_agent(*args, env=Swing, seed=1):
+def make_agent(*args, env=Swing, seed=1, module=sac):
     """(agent, an iterator of batches [T + 1, B, ...] that it has acted)."""
-    argv = ["--agent", "sac", "--num_actors", 0, "--unroll_length", T, "--batch_size"]
+    argv = [
+        "--agent",
+        module.__name__,
+        "--num_actors",
+        0,
+        "--unroll_length",
+        T,
+        "--batch_size",
+    ]
     argv += [B, "--envs_per_actor", B, "--replay_start", 0, "--replay_size", 1000]
     argv += ["--replay_batch_size", 6, "--replay_ratio", 6]
     argv = [str(a) for a in [*argv, *args]]
-    flags = parse_args(monobeast.program_parser("sac"), argv)
+    flags = parse_args(monobeast.program_parser(module.__name__), argv)
     monobeast.set_defaults(flags)
     flags.precision = "float32"
     env = environment.Environment([env() for _ in range(B)])
     torch.manual_seed(seed)
-    agent = sac.Agent(flags, env.observation_space, env.action_space)
+    agent = module.Agent(flags, env.observation_space, env.action_space)
     agent.start_learning(CPU)
     for parameter in agent.target_critics.parameters():  # Other ones.
         parameter.mul_(1.5)
@@ -162,9 +171,11 @@ def test_actions_are_in_their_bounds_and_greedy_ones_always_the_same():
     )
 
 
-def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys():
-    agent, acted = make_agent("--replay_start", 3 * B * T)
-    agent.net.policy.bias.data[agent.distribution.log_stds] = -5  # A narrow policy.
+@pytest.mark.parametrize("module", [sac, td3])
+def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys(module):
+    agent, acted = make_agent("--replay_start", 3 * B * T, module=module)
+    if module is sac:
+        agent.net.policy.bias.data[agent.distribution.log_stds] = -5  # Narrow.
     step = {"observation": torch.rand(1, 10_000, 1)}
     for i in range(5):
         action, _ = agent.act(step, ())
@@ -227,15 +238,17 @@ def test_a_checkpoint_has_all_that_learns():
     ],
     ids=str,
 )
-def test_other_actions_are_refused_by_name(space, match):
-    flags = make_agent()[0].flags
+@pytest.mark.parametrize("module", [sac, td3])
+def test_other_actions_are_refused_by_name(space, match, module):
+    flags = make_agent(module=module)[0].flags
     with pytest.raises(BadInput, match=match):
-        sac.Agent(flags, spaces.Box(-1, 1, (3,)), space)
+        module.Agent(flags, spaces.Box(-1, 1, (3,)), space)
 
 
-def test_a_run_goes_on_with_its_weights_and_an_empty_replay(tmp_path):
+@pytest.mark.parametrize("agent", ["sac", "td3"])
+def test_a_run_goes_on_with_its_weights_and_an_empty_replay(tmp_path, agent):
     def train(steps):
-        result = main("--agent", "sac", "--env", "Pendulum-v1", "--num_actors", 0,
+        result = main("--agent", agent, "--env", "Pendulum-v1", "--num_actors", 0,
                       "--replay_start", 100, "--total_steps", steps, "--xpid", "x",
                       "--replay_ratio", 8, "--savedir", tmp_path)  # fmt: skip
         assert result.returncode == 0, result.stderr
