@@ -45,6 +45,7 @@ from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
 from torchbeast.program import run_program
 from torchbeast.run import Run
+from torchbeast.stages import Stopwatch
 from torchbeast.threads import Threads
 
 # Flags.
@@ -117,6 +118,7 @@ class Actor:
         self.flags = flags
         self.env = env
         self.agent = agent
+        self.stage = Stopwatch()
         self.step = env.initial(seed)
         # The end of the rollout before, of K + 1 steps, which the next one repeats.
         self.overlap = map_structure(lambda x: x[None], self.step)
@@ -134,7 +136,8 @@ class Actor:
 
         def begin(n):
             nonlocal version
-            indices = take(n)
+            with self.stage("rollout_queue"):
+                indices = take(n)
             version = weights.fetch(self.agent.net, version)
             versions.update(dict.fromkeys(indices, version))
             return indices
@@ -153,9 +156,10 @@ class Actor:
 
     def act(self):
         """Returns what the agent's act() does for the newest step, arrays [E, ...]."""
-        step = map_structure(lambda x: torch.from_numpy(x)[None], self.step)
-        outputs, core_state = self.agent.act(step, self.core_states[-1])
-        rollouts.check_outputs(outputs)
+        with self.stage("inference"):
+            step = map_structure(lambda x: torch.from_numpy(x)[None], self.step)
+            outputs, core_state = self.agent.act(step, self.core_states[-1])
+            rollouts.check_outputs(outputs)
         self.core_states.append(core_state)
         return map_structure(lambda x: x[0].numpy(), outputs)
 
@@ -179,7 +183,8 @@ class Actor:
         for t in range(begin, self.burn_in + T):
             outputs = self.act()
             write(outputs, buffers, t, indices)
-            self.step = self.env.step(outputs["action"])
+            with self.stage("environment_wait"):
+                self.step = self.env.step(outputs["action"])
             write(self.step, buffers, t + 1, indices)
         # A copy: the buffers may soon be another actor's.
         self.overlap = map_structure(lambda x: x[T:, indices].copy(), buffers)
@@ -203,7 +208,8 @@ class Actor:
                 fills |= begins
             outputs = self.act()
             write_rows(outputs, buffers, t, indices, fills)
-            self.step = self.env.step(outputs["action"])
+            with self.stage("environment_wait"):
+                self.step = self.env.step(outputs["action"])
             t += 1
             write_rows(self.step, buffers, t, indices, fills)
             last = self.step["terminated"] | self.step["truncated"]
@@ -242,7 +248,7 @@ def act(flags, seed, buffers, weights, orders):
         actor.agent.net.eval()
         arrays = map_structure(lambda x: x.numpy(), buffers)
         for items in actor.rollouts(arrays, orders.take, weights):
-            orders.send((items, env.take_metrics()))
+            orders.send((items, env.take_metrics(), actor.stage.take()))
     except NoMoreOrders:
         pass
     finally:
@@ -342,9 +348,9 @@ def train_serially(flags, env, seed, learner, buffers, signals):
     """Acts and learns by turns, all in this thread. The same seed gives the same
     losses."""
     torch.set_num_threads(1)
-    learner.start(take_metrics=env.take_metrics)
     actor = Actor(flags, env, make_agent(flags, env), seed)
     actor.agent.net.eval()
+    learner.start(lambda: actor.stage.seconds, env.take_metrics)
     arrays = map_structure(lambda x: x.numpy(), buffers)
     free_queue = deque(range(flags.num_buffers))
     full_queue = deque()
@@ -372,7 +378,7 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
     actors = ActorProcesses(
         act, flags, num_envs, seed, buffers, learner.weights, full_queue
     )
-    learner.start(take_metrics=actors.take_metrics)
+    learner.start(actors.stage_seconds, actors.take_metrics)
     locks = threading.Lock(), threading.Lock()  # Of a batch, and of an update.
     threads = Threads()
 

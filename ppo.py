@@ -22,9 +22,10 @@ from torch import nn
 import vtrace
 from torchbeast import agents, ranks
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import has_images, initialize
+from torchbeast.encoders import initialize
 from torchbeast.flags import number
 from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.images import has_images
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.networks import Network

@@ -7,7 +7,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from torchbeast.encoders import NETS, ImageEncoder, image_shape, make_encoder, summary
+from tests import envs
+from torchbeast.encoders import NETS, NUMBERS, ImageEncoder, make_encoder, summary
+from torchbeast.environment import Environment
+from torchbeast.images import image_shape, num_ids
 
 
 def box(*shape, low=0, high=255, dtype=np.uint8):
@@ -31,9 +34,29 @@ def floats(*shape, low=0.0, high=1.0):
         (box(4, 84, 84, 3), (84, 84, 12)),
         (box(4, 3, 84, 84), (84, 84, 12)),
         (box(10, 10, 6, high=1, dtype=np.bool_), (10, 10, 6)),
+        (box(16, 16, 29, high=1, dtype=np.int32), (16, 16, 29)),
+        (box(29, 16, 16, high=1, dtype=np.int32), (16, 16, 29)),
+        (box(10, 10, 27), (10, 10, 27)),
+        (box(11, 11, 20), (11, 11, 20)),
+        (box(20, 11, 11), (11, 11, 20)),
+        (box(10, 12, 29), (10, 12, 29)),
+        (box(9, 10, 29), None),
+        (box(3, 10, 40), (10, 40, 3)),
+        (box(12, 30, 40), (30, 40, 12)),
+        (box(30, 40, 12), (30, 40, 12)),
+        (box(10, 10, 10), (10, 10, 10)),
+        (box(2, 16, 16, 29), (16, 16, 58)),
+        (box(21, 79, high=5976, dtype=np.int16), (21, 79, 1)),  # NLE's glyphs.
         (box(7, 7, 3), None),  # MiniGrid's: too small.
         (box(10, 5), None),
         (floats(30, 20, low=-np.inf, high=np.inf), None),  # A table.
+        (floats(15, 12), None),
+        (floats(10, 36), None),
+        (box(15, 12), None),
+        (
+            spaces.Box(np.zeros((40, 40), np.float32), np.eye(40, dtype=np.float32)),
+            None,
+        ),
         (floats(100), None),
         (spaces.Discrete(3), None),
         (spaces.MultiBinary([20, 20]), None),
@@ -50,6 +73,117 @@ def test_what_looks_like_images_is_encoded_by_convolutions(space, expected, net)
     before = sample.clone()
     assert encoder(sample).shape == (2, encoder.out_features)
     assert torch.equal(sample, before)  # A batch is read again by loss().
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "expected"),
+    [
+        ("HWC", (20, 80, 40), (20, 80, 40)),
+        ("CHW", (20, 80, 40), (80, 40, 20)),
+        ("CHW", (16, 16, 29), (16, 29, 16)),
+        ("HWC", (2, 20, 80, 40), (20, 80, 80)),
+        ("HWC", (15, 12), (15, 12, 1)),
+        ("HWC", (8, 8, 3), None),
+        ("numbers", (84, 84, 3), None),
+        ("numbers", (84, 84), None),
+    ],
+)
+def test_a_layout_that_is_given_decides_what_is_an_image(layout, shape, expected):
+    class Shows(envs.Bandit):
+        observation_space = spaces.Dict(x=box(*shape), y=spaces.Discrete(2))
+
+        def __init__(self):
+            self.action_space = spaces.Discrete(2)
+
+        def reset(self, **_):
+            return {"x": self.observation_space["x"].low, "y": 0}, {}
+
+    env = Environment(Shows(), layout=layout)
+    found = image_shape(env.observation_space["x"])
+    assert (None if found is None else found[1]) == expected
+    assert env.observation_space == Shows.observation_space
+    assert env.initial()["observation"]["x"].shape == (1, *shape)
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        (box(21, 79, high=5976, dtype=np.int16), 5977),
+        (box(20, 20, high=2, dtype=np.int64), 3),
+        (box(12, 12, 3, high=10), 11),
+        (box(84, 84, 3), None),
+        (box(84, 84, 3, dtype=np.int32), None),
+        (box(84, 84, high=65535, dtype=np.uint16), None),  # Of a camera.
+        (box(20, 20, high=1, dtype=np.int8), None),
+        (box(16, 16, 29, high=20, dtype=np.int32), None),  # Counts.
+        (box(20, 20, low=-1, high=5, dtype=np.int8), None),
+        (box(64, 64, high=np.iinfo(np.int64).max, dtype=np.int64), None),
+        (floats(64, 64), None),
+    ],
+    ids=str,
+)
+def test_integers_of_which_no_camera_has_so_many_are_ids(space, expected):
+    assert num_ids(space) == expected
+    encoder = make_encoder(space)
+    assert encoder.num_ids == expected
+    assert ("ids" in encoder.encodes) == (expected is not None)
+    x = torch.as_tensor(np.stack([space.low, space.high]))
+    assert encoder(x).isfinite().all()
+
+
+def test_ids_that_follow_each_other_differ_as_much_as_any_two():
+    encoder = make_encoder(box(21, 79, high=5976, dtype=np.int16))
+    x = torch.full((3, 21, 79), 2359, dtype=torch.int16)
+    for i, glyph in enumerate((2380, 2381, 5976)):
+        x[i, 8:12, 8:12] = glyph
+    near, far = encoder(x[:1]) - encoder(x[1:2]), encoder(x[:1]) - encoder(x[2:])
+    assert near.norm() > 0.3 * far.norm()
+    # What is out of bounds is the last one: no index error on a GPU.
+    beyond = torch.where(x[2:] == 5976, 5977, x[2:])
+    torch.testing.assert_close(encoder(beyond), encoder(x[2:]))
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize(
+    ("space", "logarithms"),
+    [
+        (box(55, high=5976, dtype=np.int16), True),
+        (box(27, low=np.iinfo(np.int64).min, high=2**63 - 1, dtype=np.int64), True),
+        (box(2, high=9, dtype=np.int32), False),
+        (box(5), False),
+        (floats(5, high=5976), False),
+        (spaces.MultiBinary(5), False),
+    ],
+    ids=str,
+)
+def test_integers_that_may_be_large_are_encoded_by_their_logarithms(
+    space, logarithms, numbers
+):
+    encoder = make_encoder(space, numbers=numbers)
+    assert ("logarithms" in encoder.state_dict()) == logarithms
+    if logarithms:
+        high = torch.full((1, *space.shape), 5976, dtype=torch.int64)
+        assert encoder(high).abs().max() < 10 * 2 * 2 * 9 * len(high[0]) ** 0.5
+        assert not torch.equal(encoder(high), encoder(-high))
+        # Of normalised ones there is nothing to take logarithms of.
+        x = torch.randn(1, *space.shape)
+        reference = make_encoder(floats(*space.shape), numbers=numbers)
+        reference.load_state_dict(encoder.state_dict(), strict=False)
+        torch.testing.assert_close(encoder(x), reference(x))
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_the_entries_of_a_nest_are_combined_unless_the_network_has_layers(numbers):
+    """Without: f(a, b) + f(c, d) = f(a, d) + f(c, b), of any linear function f."""
+    space = spaces.Dict(x=spaces.Discrete(3), y=floats(2))
+    encoder = make_encoder(space, numbers=numbers)
+    x, y = torch.tensor([0, 1, 0, 1]), torch.rand(2, 2)[[0, 1, 1, 0]]
+    a, b, c, d = encoder({"x": x, "y": y})
+    assert torch.allclose(a + b, c + d, atol=1e-4) == (numbers == "flat")
+    assert encoder.out_features == len(a)
+    # One entry needs nothing.
+    one = make_encoder(spaces.Dict(y=floats(2)), numbers=numbers)
+    assert not list(one.combine.parameters())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +275,8 @@ def test_the_summary_names_each_entry_and_counts_the_parameters():
     count = sum(p.numel() for p in encoder.parameters())
     assert summary(encoder, ["observation/mission"]) == (
         "network: observation/cards (integers, 2), observation/image (image, "
-        "24 x 32 x 3), observation/rest/0 (1 of 4), observation/rest/1 (numbers, 5), "
+        "height 24, width 32, channels 3), observation/rest/0 (1 of 4), "
+        "observation/rest/1 (numbers, 5), "
         f"without observation/mission (text), {count:,} parameters"
     )
     both = torch.nn.ModuleList([encoder, make_encoder(space)])

@@ -182,8 +182,8 @@ class Orders:
         return taken
 
     def send(self, message):
-        """Sends ([(index, version of the weights)], metrics of episodes), or why this
-        process ends: a text, a Mistake, or a BadInput."""
+        """Sends ([(index, version of the weights)], metrics of episodes, seconds of
+        stages), or why this process ends: a text, a Mistake, or a BadInput."""
         with contextlib.suppress(OSError):  # The learner is gone, which ends this.
             self._connection.send(message)
 
@@ -205,6 +205,7 @@ class ActorProcesses:
     num_envs        of each actor, which counts the agents of an environment.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
+    stage_seconds() any thread; of all actors together, see stages.STAGES.
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
@@ -220,6 +221,7 @@ class ActorProcesses:
         self.restarts = 0
         self._failures = Counter()  # Of each actor since its last rollout.
         self._metrics = []  # Guarded by _lock.
+        self._stage_seconds = Counter()  # Guarded by _lock.
         self._tracebacks = Repeated()
         self._context = mp.get_context("spawn")  # Never fork: there are threads.
         self._lock = threading.Lock()
@@ -296,11 +298,12 @@ class ActorProcesses:
         except (EOFError, OSError):
             message = None
         if isinstance(message, tuple):
-            items, metrics = message
+            items, metrics, seconds = message
             self._failures[actor.index] = 0
             with self._lock:
                 actor.held.difference_update(index for index, _ in items)
                 self._metrics += metrics
+                self._stage_seconds.update(seconds)
                 self._hand_out()
             for item in items:
                 self.full_queue.put(item)
@@ -342,6 +345,10 @@ class ActorProcesses:
         with self._lock:
             metrics, self._metrics = self._metrics, []
         return metrics
+
+    def stage_seconds(self):
+        with self._lock:
+            return dict(self._stage_seconds)
 
     def stop(self):
         with self._lock:

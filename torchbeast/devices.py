@@ -7,7 +7,7 @@ import re
 import torch
 
 from torchbeast import ranks
-from torchbeast.encoders import has_images
+from torchbeast.images import has_images
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.flags import number
+from torchbeast.images import image_shape, is_image, large_image, num_ids
 from torchbeast.spaces import children
 
 
@@ -59,10 +60,11 @@ def _make_encoder(space, name, net, bfloat16, of_numbers):
         return NestEncoder(encoders, combine=of_numbers.func is not FlatEncoder)
     if is_image(space):
         encoder = ImageEncoder(space, net, bfloat16)
-        what = f"image, {' x '.join(map(str, space.shape))}"
+        _, (height, width, channels) = image_shape(space)
+        ids = f" of {encoder.num_ids:,} ids" if encoder.num_ids else ""
+        what = f"image{ids}, height {height}, width {width}, channels {channels}"
     elif isinstance(space, (spaces.Box, spaces.MultiBinary)):
-        scale = 255 if space.dtype == np.uint8 else 1
-        encoder = of_numbers(math.prod(space.shape), scale)
+        encoder = of_numbers(math.prod(space.shape), scale_of(space))
         what = f"numbers, {math.prod(space.shape)}"
     elif isinstance(space, spaces.Discrete):
         encoder = OneHotEncoder([int(space.n)], space.start)
@@ -77,6 +79,17 @@ def _make_encoder(space, name, net, bfloat16, of_numbers):
     return encoder
 
 
+def scale_of(space):
+    """Returns what the numbers of a Box or MultiBinary are divided by; None if they are
+    integers that may be so large that networks get their logarithms."""
+    if space.dtype == np.uint8:
+        return 255
+    if isinstance(space, spaces.Box) and space.dtype.kind in "iu":
+        if max(-float(space.low.min()), float(space.high.max())) > 255:
+            return None
+    return 1
+
+
 def summary(net, texts=()):
     """Returns a line that names what each encoder of a network encodes, the
     observations of text, which are left out, and the number of parameters."""
@@ -88,48 +101,20 @@ def summary(net, texts=()):
     return f"network: {', '.join(parts)}"
 
 
+def large_images(net):
+    """Returns [(name, height, width)] of the images that --resize would make faster."""
+    found = [
+        (getattr(m, "encodes", "the observation").partition(" (")[0], *m.large)
+        for m in net.modules()
+        if isinstance(m, ImageEncoder) and m.large
+    ]
+    return list(dict.fromkeys(found))
+
+
 # Of observations that a CPU works on at a time, 96 of Atari's: what is computed from
 # them stays in its cache.
 SLICE_BYTES = 96 * 4 * 84 * 84
-MIN_IMAGE_SIDE = 10  # Smaller ones are vectors: convolutions have nothing to halve.
-
-
-def image_shape(space):
-    """Returns (order, (H, W, C)) if the space is an image or a stack of images, else
-    None. order: the dimensions of an observation that are H and W, then those that
-    together are C.
-
-    Images are [H, W], [H, W, C], [C, H, W], or stacks of the last two, [K, ...], of any
-    dtype, with sides of 10 or more. [H, W] must have bounds: without, it is a table.
-    """
-    if not isinstance(space, spaces.Box):
-        return None
-    shape = space.shape
-    if len(shape) == 2 and space.is_bounded():
-        order = (0, 1)
-    elif len(shape) == 3:
-        order = (0, 1, 2) if shape[2] < shape[0] else (1, 2, 0)
-    elif len(shape) == 4:
-        order = (1, 2, 0, 3) if shape[3] < shape[1] else (2, 3, 0, 1)
-    else:
-        return None
-    height, width, *channels = (shape[i] for i in order)
-    if min(height, width) < MIN_IMAGE_SIDE:
-        return None
-    return order, (height, width, math.prod(channels))
-
-
-def is_image(space):
-    return image_shape(space) is not None
-
-
-def has_images(space):
-    """Tells whether an observation of the space is an image, or holds one."""
-    if isinstance(space, spaces.Dict):
-        return any(map(has_images, space.spaces.values()))
-    if isinstance(space, spaces.Tuple):
-        return any(map(has_images, space.spaces))
-    return is_image(space)
+ID_FEATURES = 8  # Of each of an image's ids.
 
 
 def autocast(bfloat16, device):
@@ -248,6 +233,11 @@ class ImageEncoder(nn.Module):
         layers, self.out_features = NETS[net]
         self.bfloat16 = bfloat16
         self.order, (height, width, channels) = image_shape(space)
+        self.large = large_image(space)  # (H, W), if so.
+        self.num_ids = num_ids(space)
+        if self.num_ids:
+            self.embedding = nn.Embedding(self.num_ids, ID_FEATURES)
+            channels *= ID_FEATURES
         # Four from the darkest to the brightest. With one, a ball of a few pixels was
         # learned about more slowly.
         self.scale = 1
@@ -271,7 +261,11 @@ class ImageEncoder(nn.Module):
         elif self.order != (0, 1, 2):
             x = x.permute(0, *(1 + i for i in self.order))
             x = x.reshape(*x.shape[:3], -1)  # [N, H, W, C]
+        if self.num_ids:
+            x = self.embedding(x.long().clamp(0, self.num_ids - 1)).flatten(3)
         x = x.permute(0, 3, 1, 2)
+        if self.num_ids:
+            return x
         # (In place: as three new tensors it was a tenth of an update.)
         x = x.float() if x.dtype != torch.float32 else x.clone()
         return x.mul_(self.scale)
@@ -291,8 +285,27 @@ class ImageEncoder(nn.Module):
             return F.relu(self.fc(x)).float()
 
 
-class VectorEncoder(nn.Module):
-    """An MLP for numbers [N, ...] of any shape and dtype, divided by scale.
+class FlatEncoder(nn.Module):
+    """The numbers themselves, [N, out_features], divided by scale: for networks with
+    layers of their own. If the scale is None, the logarithms of integers: sign(x) *
+    log(1 + |x|)."""
+
+    def __init__(self, in_features, scale=1):
+        super().__init__()
+        self.out_features, self.scale = in_features, scale
+        if scale is None:  # Checkpoints of networks without it are refused.
+            self.register_buffer("logarithms", torch.ones(()))
+
+    def forward(self, x):
+        x = x.reshape(len(x), -1)
+        if self.scale is None and not x.is_floating_point():  # It may be normalised.
+            x = x.float()
+            return x.sign() * x.abs().log1p()
+        return x.float() / (self.scale or 1)
+
+
+class VectorEncoder(FlatEncoder):
+    """An MLP for numbers [N, ...] of any shape and dtype.
 
     Its outputs are of order 10, so that the heads, whose weights move by about the
     learning rate an update, soon reach returns of order 100. (Without this factor, the
@@ -300,37 +313,25 @@ class VectorEncoder(nn.Module):
     """
 
     def __init__(self, in_features, scale=1, hidden_sizes=(256, 256)):
-        super().__init__()
-        self.scale = scale
+        super().__init__(in_features, scale)
         self.out_features = hidden_sizes[-1]
         self.layers = mlp(in_features, *hidden_sizes).append(nn.ReLU())
 
     def forward(self, x):
-        return 10 * self.layers(x.reshape(len(x), -1).float() / self.scale)
+        return 10 * self.layers(super().forward(x))
 
 
-class TanhEncoder(VectorEncoder):
-    """The same of two layers of 64 with tanh. Its outputs are of order 1."""
+class TanhEncoder(FlatEncoder):
+    """Two layers of 64 with tanh. Its outputs are of order 1."""
 
     def __init__(self, in_features, scale=1, hidden_sizes=(64, 64)):
-        super().__init__(in_features, scale, hidden_sizes)
+        super().__init__(in_features, scale)
+        self.out_features = hidden_sizes[-1]
         self.layers = mlp(in_features, *hidden_sizes, activation=nn.Tanh)
         self.layers.append(nn.Tanh())
 
     def forward(self, x):
-        return self.layers(x.reshape(len(x), -1).float() / self.scale)
-
-
-class FlatEncoder(nn.Module):
-    """The numbers themselves, [N, out_features], divided by scale: for networks with
-    layers of their own."""
-
-    def __init__(self, in_features, scale=1):
-        super().__init__()
-        self.out_features, self.scale = in_features, scale
-
-    def forward(self, x):
-        return x.reshape(len(x), -1).float() / self.scale
+        return self.layers(super().forward(x))
 
 
 NUMBERS = {"mlp": VectorEncoder, "tanh": TanhEncoder, "flat": FlatEncoder}

@@ -42,6 +42,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
+from torchbeast import images
 from torchbeast.calls import Call, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
@@ -164,6 +165,7 @@ class Environment:
 
     env: one Gymnasium environment or a list of them, a Gymnasium vector environment, or
         objects of the old Gym API. BadInput if it is none of these.
+    resize, layout: --resize and --observation_layout (images.prepare())
 
     num_envs:           E
     num_agents:         of each environment, as a vector says; E counts each of them
@@ -177,7 +179,7 @@ class Environment:
 
     num_agents = 1
 
-    def __init__(self, env):
+    def __init__(self, env, resize=None, layout=None):
         if isinstance(env, VectorEnv):
             self.env = Vector(env)
             self.num_agents = getattr(env, "num_agents", 1)
@@ -186,6 +188,8 @@ class Environment:
             if not envs:
                 raise BadInput("no environment: expected one or more")
             self.env = Separate(envs)
+        if resize is not None or layout is not None:
+            images.prepare(self.env.observations, resize, layout)
         self.name = self.env.name
         self.num_envs = self.env.num_envs
         self.observation_space = self.env.observations.space

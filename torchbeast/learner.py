@@ -10,10 +10,13 @@ from logging import ERROR, INFO
 import torch
 
 from torchbeast import checkpoint, ranks, stages
+from torchbeast.encoders import large_images
 from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line
+from torchbeast.images import RESIZED
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.process import Signals
+from torchbeast.symptoms import Symptoms
 
 
 class PublishedWeights:
@@ -83,6 +86,7 @@ class Learner:
         self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}
         self._create_env = create_env
         self._evaluator = None
+        self._symptoms = Symptoms(flags)
         self._idle_since = None
         self._unread = None
 
@@ -126,7 +130,7 @@ class Learner:
                 run.close()
         if ranks.current.rank > 0:
             return exit_code
-        for line in stages.report(run):
+        for line in stages.report(run, self.agent.net):
             log.info("%s", line)
         log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
         if run.checkpoint_path.exists():
@@ -146,6 +150,11 @@ class Learner:
             log.info(
                 f"{group.num} learners on {len(set(group.hosts))} hosts: each has "
                 f"{self.batch_size} of {self.flags.batch_size} rollouts of a batch"
+            )
+        for name, height, width in large_images(self.agent.net):
+            log.info(
+                f"{name} is {height} x {width}: --resize {RESIZED} makes it smaller "
+                "where the environment is, and a run several times as fast"
             )
         self.run.take_metrics = take_metrics
         self.run.stage_seconds = lambda: {
@@ -181,7 +190,8 @@ class Learner:
             check_statistics(statistics)
             policy_lag = self.updates - sum(versions) / len(versions)
             self.updates += 1
-            self._count(statistics, episodes, policy_lag)
+            rewards = self._symptoms.of_rewards(batch)
+            self._count(statistics, episodes, rewards, policy_lag)
             self._publish()
             self._evaluate()
         if self.finished:
@@ -201,7 +211,7 @@ class Learner:
         self.stage_seconds["update"] += time.monotonic() - start - summing
         self._idle_since = time.monotonic()
 
-    def _count(self, statistics, episodes, policy_lag):
+    def _count(self, statistics, episodes, rewards, policy_lag):
         """Sends an update's numbers to the CPU, to be counted when they have arrived:
         on a GPU after the next update has been launched."""
         tensors = {k: x for k, x in statistics.items() if torch.is_tensor(x)}
@@ -213,6 +223,8 @@ class Learner:
         episodes = {  # float() first: on a GPU the copy has not arrived after to().
             k: x.float().to("cpu", non_blocking=True) for k, x in episodes.items()
         }
+        if rewards is not None:
+            rewards = rewards.to("cpu", non_blocking=True)
         if self.device.type == "cuda":
             read = torch.cuda.current_stream(self.device).record_event()
         counts = dict(
@@ -222,7 +234,7 @@ class Learner:
             faulty=ranks.current.faulty,
         )
         self.flush()
-        self._unread = statistics, list(tensors), values, read, counts
+        self._unread = statistics, list(tensors), values, read, rewards, counts
         if read is None:
             self.flush()
 
@@ -240,11 +252,12 @@ class Learner:
         """Counts and logs the last update, once its statistics have arrived."""
         if self._unread is None:
             return
-        statistics, names, values, read, counts = self._unread
+        statistics, names, values, read, rewards, counts = self._unread
         self._unread = None
         if read is not None:
             read.synchronize()
         statistics = {**statistics, **dict(zip(names, values.tolist()))}
+        self._symptoms.see(statistics, None if rewards is None else rewards.tolist())
         episodes = {name: x.tolist() for name, x in counts.pop("episodes").items()}
         self.run.update(statistics=statistics, episodes=episodes, **counts)
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast import ranks, rollouts
-from torchbeast.encoders import is_image
+from torchbeast.images import is_image
 from torchbeast.spaces import children
 from vtrace import discounted_sums
 

@@ -52,11 +52,11 @@ COLUMNS = {
     "step and sps count them",
     "policy_lag": "updates between the weights a rollout began with and those it is "
     "learned by, mean",
-    "environment_wait": "share of a stream's time (PolyBeast) in which its server "
-    "stepped, or messages were on their way",
+    "environment_wait": "share of the time of a stream (PolyBeast) or an actor "
+    "(MonoBeast) in which environments stepped, or messages were on their way",
     "inference_queue": "share in which the stream waited for an inference thread",
     "inference": "share in which the network was evaluated",
-    "rollout_queue": "share in which the stream waited for the learner",
+    "rollout_queue": "share in which the stream or actor waited for the learner",
     "learner_wait": "share of the learner's time in which it waited for a batch",
     "vote": "share in which it waited for the other learners",
     "update": "share in which it learned",

@@ -125,6 +125,12 @@ class Observations:
         self._declared = space
         self._leaves = list(space_leaves(space))  # [(keys, name, dtype, shape)]
         self._bounds = dict(_bounds(space))
+        self._functions = [None] * len(self._leaves)
+
+    def convert(self, space, functions):
+        """Has stack() and of_vector() return what these functions make of each array
+        [E, ...], None for what stays as it is. space: what they return."""
+        self.space, self._functions = space, functions
 
     def stack(self, observations):
         """Stacks an iterable of E observations, each of which is read before the next
@@ -167,6 +173,8 @@ class Observations:
                     raise BadStep(
                         f"{name} is {array.tolist()}, expected {low} to {high}"
                     )
+        pairs = zip(arrays, self._functions)
+        arrays = [x if function is None else function(x) for x, function in pairs]
         return _pack(self._declared, iter(arrays))
 
 

@@ -1,20 +1,61 @@
 """Where a run's time went, by the stages that a step goes through."""
 
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+from torch import nn
+
+from torchbeast.encoders import large_images
+from torchbeast.images import RESIZED
 from torchbeast.machine import num_cores
 
+# Streams are PolyBeast's; the stages of MonoBeast's actors have the same names.
 STAGES = {
     "streams": ("environment_wait", "inference_queue", "inference", "rollout_queue"),
     "learner": ("learner_wait", "vote", "update", "reduction"),
 }
 REMEDIES = {
-    "environment_wait": "environments: more of them together (--envs_per_server), more "
-    "servers (--num_servers), or other machines' (--server_addresses)",
-    "inference_queue": "inference: --num_inference_threads",
-    "inference": "inference: a GPU (--actor_device cuda), or a smaller network",
-    "rollout_queue": "learning: a GPU (--learner_device cuda), or a smaller network",
-    "cores": "the cores of this machine: --server_addresses moves the environments to "
-    "other machines, --learner_device and --actor_device the network to a GPU",
+    "polybeast": {
+        "environment_wait": "environments: more of them together (--envs_per_server), "
+        "more servers (--num_servers), or other machines' (--server_addresses)",
+        "inference_queue": "inference: --num_inference_threads",
+        "inference": "inference: a GPU (--actor_device cuda), or a smaller network",
+        "learning": "learning: a GPU (--learner_device cuda), or a smaller network",
+        "cores": "the cores of this machine: --server_addresses moves the environments "
+        "to other machines, --learner_device and --actor_device the network to a GPU",
+    },
+    "monobeast": {
+        "environment_wait": "environments: more actors (--num_actors), or other "
+        "machines' (polybeast --server_addresses)",
+        "inference": "inference: a GPU (polybeast --actor_device cuda), or a smaller "
+        "network",
+        "learning": "learning: a GPU (--learner_device cuda), or a smaller network",
+        "cores": "the cores of this machine: polybeast --server_addresses has the "
+        "environments on other machines, --learner_device cuda learns on a GPU",
+    },
 }
+TOGETHER = {"polybeast": "envs_per_server", "monobeast": "envs_per_actor"}
+
+
+class Stopwatch:
+    """Adds up the seconds that are spent in each stage."""
+
+    def __init__(self):
+        self.seconds = Counter()
+
+    @contextmanager
+    def __call__(self, stage):
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.monotonic() - start
+
+    def take(self):
+        """Returns the seconds {stage: s} since the last call."""
+        seconds, self.seconds = self.seconds, Counter()
+        return dict(seconds)
 
 
 def shares(seconds, before=None):
@@ -33,21 +74,55 @@ def shares(seconds, before=None):
     return result
 
 
-def report(run):
-    """Yields lines: where the time of a run with streams went, and what to do about the
-    longest stage. To be called after the servers have ended."""
-    result = shares(run.stage_seconds())
+def report(run, net):
+    """Yields lines: where the time of a run with streams or actors went, and what to do
+    about the longest stage. To be called after the servers, or actors, have ended."""
+    seconds = run.stage_seconds()
+    result = shares(seconds)
     if "update" not in result or "inference" not in result:
-        return  # Nothing was learned, or there are no streams.
+        return  # Nothing was learned, or nobody acts but the learner.
+    program = "monobeast" if run.flags.command[0] == "monobeast" else "polybeast"
     for who, names in STAGES.items():
         times = [f"{x} {100 * result[x]:.0f} %" for x in names if x in result]
+        who = "actors" if (who, program) == ("streams", "monobeast") else who
         yield f"where the time of {who} went: {', '.join(times)}"
-    # Learning is not what streams wait for if the learner waits for them.
-    names = [
-        x for x in STAGES["streams"] if x != "rollout_queue" or result["update"] > 0.6
-    ]
-    slowest = max(names, key=lambda name: result[name])
     busy, cores = run.busy_cores(), num_cores()
-    if busy > 0.8 * cores:
-        slowest = "cores"
-    yield f"{busy:.1f} of {cores} cores were busy; bottleneck: {REMEDIES[slowest]}"
+    stage = "cores"
+    if busy <= 0.8 * cores or getattr(run.flags, "num_actors", None) == 0:
+        stage = slowest(run, seconds, result)
+    text = remedy(stage, program, run.flags, net)
+    yield f"{busy:.1f} of {cores} cores were busy; bottleneck: {text}"
+
+
+def slowest(run, seconds, result):
+    """Returns the stage that takes longest, "learning" where that is the learner's."""
+    if getattr(run.flags, "num_actors", None) == 0:  # All in one thread.
+        result = seconds
+        learning = seconds["update"]
+    else:
+        # Learning is not what streams wait for if the learner waits for them.
+        learning = result.get("rollout_queue", 0) * (result["update"] > 0.6)
+    names = "environment_wait", "inference_queue", "inference"
+    times = {name: result[name] for name in names if name in result}
+    times["learning"] = learning
+    return max(times, key=times.get)
+
+
+def remedy(stage, program, flags, net):
+    """Returns what makes a stage of a program faster."""
+    text = REMEDIES[program][stage]
+    what, _, others = text.partition(": ")
+    large = large_images(net)
+    if large and stage != "inference_queue":  # It also is in messages.
+        name, height, width = large[0]
+        return f"{what}: --resize {RESIZED}, as {name} is {height} x {width}; {others}"
+    small = not any(isinstance(module, nn.Conv2d) for module in net.modules())
+    if small and stage not in ("inference_queue", "environment_wait"):
+        # Its arithmetic is nothing beside what each call of it costs.
+        flag = TOGETHER[program]
+        return (
+            f"{what}: the network is small: more environments together "
+            f"(--{flag} {4 * getattr(flags, flag)}, {getattr(flags, flag)} now) cost "
+            "little"
+        )
+    return text

@@ -1,0 +1,88 @@
+"""What a run says at its end of where its time went, and what helps."""
+
+import argparse
+import types
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from tests.programs import args, main, read_logs
+from torchbeast import stages
+from torchbeast.encoders import make_encoder
+
+SMALL = make_encoder(spaces.Box(-1, 1, (4,), np.float32))
+ATARI = make_encoder(spaces.Box(0, 255, (84, 84, 4), np.uint8))
+LARGE = make_encoder(spaces.Dict(eye=spaces.Box(0, 255, (120, 160, 3), np.uint8)))
+
+
+def hint(program, net, longest, update=9.0, busy=0.0, **flags):
+    """The last line of the report of a run where this stage took longest."""
+    names = [*stages.STAGES["streams"]]
+    if program == "monobeast":
+        names.remove("inference_queue")
+    seconds = dict.fromkeys(names, 1.0)
+    seconds |= {longest: 9.0} | {"learner_wait": 1.0, "update": update}
+    flags = dict(envs_per_server=8, envs_per_actor=16, num_actors=2) | flags
+    run = types.SimpleNamespace(
+        flags=argparse.Namespace(command=[program], **flags),
+        stage_seconds=lambda: seconds,
+        busy_cores=lambda: busy,
+    )
+    *where, line = stages.report(run, net)
+    assert [x.split()[4] for x in where] == [
+        "streams" if program == "polybeast" else "actors",
+        "learner",
+    ]
+    return line.partition("bottleneck: ")[2]
+
+
+@pytest.mark.parametrize("program", ["polybeast", "monobeast"])
+@pytest.mark.parametrize("longest", ["inference", "rollout_queue", "cores"])
+def test_a_small_network_is_to_be_called_for_more_environments_at_a_time(
+    program, longest
+):
+    flag = {"polybeast": "envs_per_server", "monobeast": "envs_per_actor"}[program]
+    now = {"polybeast": 8, "monobeast": 16}[program]
+    stage = "inference" if longest == "cores" else longest
+    busy = 1000.0 if longest == "cores" else 0.0
+    line = hint(program, SMALL, stage, busy=busy)
+    assert f"--{flag} {4 * now}, {now} now" in line
+    assert "GPU" not in line and "smaller network" not in line
+    line = hint(program, ATARI, stage, busy=busy)
+    assert "GPU" in line and flag not in line and "--resize" not in line
+
+
+@pytest.mark.parametrize("program", ["polybeast", "monobeast"])
+@pytest.mark.parametrize("longest", ["environment_wait", "inference", "rollout_queue"])
+def test_large_images_are_named_whatever_they_slow_down(program, longest):
+    line = hint(program, LARGE, longest)
+    assert "--resize 84, as observation/eye is 120 x 160" in line
+
+
+def test_the_longest_stage_is_named():
+    assert hint("polybeast", ATARI, "environment_wait").startswith("environments: ")
+    assert "--num_inference_threads" in hint("polybeast", LARGE, "inference_queue")
+    assert hint("polybeast", ATARI, "rollout_queue").startswith("learning: ")
+    # If the learner waits, it is not what streams wait for.
+    line = hint("polybeast", ATARI, "rollout_queue", update=0.1)
+    assert not line.startswith("learning: ")
+    assert hint("monobeast", ATARI, "environment_wait").startswith("environments: ")
+    # All in one thread: that one core of many is busy says nothing.
+    serial = dict(program="monobeast", net=ATARI, busy=1000.0, num_actors=0)
+    assert hint(longest="inference", update=8.0, **serial).startswith("inference: ")
+    assert hint(longest="inference", update=10.0, **serial).startswith("learning: ")
+
+
+@pytest.mark.parametrize("flags", [("--num_actors", 1), ("--num_actors", 0)])
+def test_monobeast_says_where_its_time_went(flags, savedir):
+    words = args("monobeast", savedir, *flags, "--log_interval_steps", 200, steps=2000)
+    result = main(*words)
+    assert result.returncode == 0, result.stderr
+    names = "environment_wait", "inference", "rollout_queue"
+    for row in read_logs(savedir / "x"):
+        shares = [float(row[name]) for name in names]
+        assert min(shares[:2]) > 0 and sum(shares) == pytest.approx(1, abs=0.01)
+        assert not row["inference_queue"]
+    assert "where the time of actors went: environment_wait " in result.stderr
+    assert "cores were busy; bottleneck: " in result.stderr
