@@ -2,6 +2,7 @@
 wrongly."""
 
 import functools
+import types
 
 import gymnasium
 import numpy as np
@@ -10,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from tests import envs
-from torchbeast.environment import Environment
+from torchbeast.environment import Environment, probe
 from torchbeast.messages import BadInput, log
 
 E = 4
@@ -232,6 +233,7 @@ class Liar(VectorEnv):
 NO_FINAL = [{"terminal_observation": np.zeros(1)}, {}]  # SuperSuit's infos.
 
 
+@pytest.mark.survives("environment-hides-its-ends")
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -266,6 +268,18 @@ def test_what_resets_within_the_step_but_hides_the_last_observation_is_refused()
     with pytest.raises(BadInput, match=r"SAME_STEP.*without info\['final_obs'\]"):
         for _ in range(3):
             env.step([0, 0])
+
+
+def test_a_program_says_what_a_reset_within_the_step_costs(caplog, monkeypatch):
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+
+    def create_env(flags, num_envs, render_mode, seed):
+        return Environment(Liar(AutoresetMode[flags.env]))
+
+    for mode in ("NEXT_STEP", "SAME_STEP"):
+        assert not caplog.text
+        probe(create_env, types.SimpleNamespace(env=mode), 2)
+    assert "Liar resets within the step" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [None, "sometimes", AutoresetMode.DISABLED])

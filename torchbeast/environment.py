@@ -323,6 +323,12 @@ def probe(create_env, flags, num_envs):
     told = tell_slow(math.inf)
     try:
         env = create(create_env, flags, num_envs)
+        if getattr(env.env, "same_step", False):
+            log.warning(
+                "%s resets within the step (AutoresetMode.SAME_STEP): of an episode, "
+                "the first step is not learned from (docs/fork.md)",
+                env.name,
+            )
         try:
             return env, first_step(env)
         finally:
