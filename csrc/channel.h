@@ -52,8 +52,8 @@ inline std::string explain(const std::string& error, bool tls) {
                : "the server hangs up: does it expect TLS?";
   } else if (has("larger than max")) {
     text =
-        "this learner has too little memory for such steps: the server has too many "
-        "environments";
+        "the server's step is larger than this learner takes: it has another "
+        "environment, or too many of them";
   } else if (tls && has("empty address list")) {
     text = "tls_cert and tls_key are not a certificate and its key, in PEM";
   }

@@ -510,7 +510,7 @@ def test_a_message_is_no_larger_than_memory_is_for():
     ):
         learner.wait_for(lambda: learner.status()[address]["last_error"])
         error = learner.status()[address]["last_error"]
-        assert error.startswith("this learner has too little memory for such steps")
+        assert error.startswith("the server's step is larger than this learner takes")
     for size in (0, 2**28 + 1):
         with pytest.raises(
             ValueError, match=f"max_message_bytes is {size}, expected 1"

@@ -132,8 +132,8 @@ class Dialer:
             why = f"the learner hangs up, perhaps because it {hint} ({why})"
         if "larger than max" in why:
             why = (
-                "the learner has too little memory for such steps: use a smaller "
-                f"--envs_per_server, or there a smaller --max_streams ({why})"
+                "a step is larger than the learner takes: it has another --env, or use "
+                f"a smaller --envs_per_server, or there a smaller --max_streams ({why})"
             )
         why = "".join(c for c in " ".join(why.split()) if c.isprintable())
         return answered.is_set(), why[:MAX_WHY_CHARACTERS]
