@@ -7,9 +7,11 @@ expression; without one, it trains.
 """
 
 import asyncio
+import ctypes
 import logging.config
 import multiprocessing
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -144,6 +146,17 @@ class Forks(Base):  # A fork keeps open what its parent has open.
     def __init__(self):
         context = multiprocessing.get_context("fork")
         context.Process(target=time.sleep, args=(1000,), daemon=True).start()
+
+
+@hostile
+class ForksInC(Base):
+    # Its simulator's library forks while other threads run, which may do so, too.
+    def __init__(self):
+        for _ in range(100):
+            if (pid := ctypes.CDLL(None).fork()) == 0:
+                os._exit(0)
+            os.kill(pid, signal.SIGKILL)  # It may wait for the GIL for ever.
+            os.waitpid(pid, 0)
 
 
 class SlowStart(StartsAProcess):

@@ -366,6 +366,17 @@ def test_a_killed_server_is_started_again(tmp_path):
         client.close()
 
 
+@pytest.mark.survives("environment-starts-processes")
+def test_a_server_whose_environments_fork_at_the_same_time_lives_on(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    flags = ["--num_servers", 1, "--envs_per_server", 1, "--address", address]
+    with servers(*flags, env="tests.hostile_envs:ForksInC-v0"):
+        clients = [Client(address) for _ in range(2)]
+        for client in clients:
+            client.welcome()
+            client.close()
+
+
 def test_addresses_count_up():
     assert count_up("h:50", 3) == ["h:50", "h:51", "h:52"]
     assert count_up("[::1]:50", 1) == ["[::1]:50"]

@@ -276,11 +276,12 @@ def test_an_actor_ends_when_its_learner_is_gone_whatever_was_ordered(monkeypatch
                 received.set()
                 raise EOFError from None
 
-    received, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(actors, "END_S", 0)
+    received, ended, closes = (threading.Event() for _ in range(3))
+    monkeypatch.setattr(actors.calls, "end", closes.set)
+    monkeypatch.setattr(actors.calls, "RETURN_S", 0)
     monkeypatch.setattr(actors, "end_group", ended.set)
     orders = actors.Orders(Connection())
-    assert received.wait(60) and ended.wait(60)
+    assert received.wait(60) and closes.wait(60) and ended.wait(60)
     with pytest.raises(actors.NoMoreOrders):
         orders.take(1)
 

@@ -68,7 +68,13 @@ main(parent)"""
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd=ORIGINAL_DIR,  # An environment may have changed it.
-                env={"GRPC_VERBOSITY": "NONE", **os.environ},  # Our messages do.
+                # Our messages do. And gRPC's handlers of forks, half of which are on by
+                # default, abort a process in which two environments fork at once.
+                env={
+                    "GRPC_VERBOSITY": "NONE",
+                    **os.environ,
+                    "GRPC_ENABLE_FORK_SUPPORT": "0",
+                },
             )
         with contextlib.suppress(OSError):  # It ended: wait_until_ready() says so.
             self.connection.send([os.fspath(p) or ORIGINAL_DIR for p in sys.path])
