@@ -138,10 +138,10 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 		$(examples:%=-r %)
 	touch $@
 
-# What slow tests need: Kubernetes' schemas, and Triton's interpreter.
+# What slow tests need: Kubernetes' schemas, Triton's interpreter, and EnvPool.
 $(VENV)/.slow: $(VENV)/.dev
 	$(python) -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0
+		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0 envpool==1.2.5
 	touch $@
 
 # What long tests need: the engines that fleets run on.

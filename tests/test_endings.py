@@ -128,7 +128,7 @@ def test_the_environment_of_an_evaluation_is_closed_when_the_run_ends(
 ):
     flags = simulator.args("monobeast", savedir, *SERIAL, "--eval_interval_steps", 40)
     with Program(*flags) as program:
-        program.wait_for("greedy episodes")
+        program.wait_for("episodes, mean return")
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
     assert not simulator.files()

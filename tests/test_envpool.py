@@ -1,5 +1,4 @@
-"""EnvPool's environments: the package's own where it is installed, and one with the
-same attributes."""
+"""EnvPool's environments: the package's own, and one with the same attributes."""
 
 import types
 import warnings
@@ -55,7 +54,8 @@ class FakePool(VectorEnv):
 
 
 def real_pool(num_envs, seed=42, render_mode=None):
-    envpool = pytest.importorskip("envpool")
+    import envpool  # What make test-slow installs.
+
     return envpool.make_gymnasium(
         "CartPole-v1",
         num_envs=num_envs,
@@ -65,7 +65,7 @@ def real_pool(num_envs, seed=42, render_mode=None):
     )
 
 
-@pytest.fixture(params=[FakePool, real_pool])
+@pytest.fixture(params=[FakePool, pytest.param(real_pool, marks=pytest.mark.slow)])
 def pool(request, monkeypatch):
     """The id of an environment that is registered with a vector alone."""
     spec = gymnasium.envs.registration.EnvSpec(
@@ -110,7 +110,7 @@ def test_a_single_one_is_made_and_rendered(pool):
 
 def test_each_stream_of_a_server_has_other_environments(pool):
     """Also each connection of a stream."""
-    flags = types.SimpleNamespace(env=pool, env_args=[], envs_per_server=2, seed=None)
+    flags = polybeast_env.parser().parse_args(["--env", pool, "--envs_per_server", "2"])
     seen = set()
     for stream, connection in [(0, 0), (0, 1), (1, 0)]:
         hello = pb.Hello(

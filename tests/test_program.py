@@ -1,6 +1,7 @@
 """MonoBeast, the program: a whole run, resume, actors, signals, bad input."""
 
 import argparse
+import itertools
 import json
 import os
 import pty
@@ -31,6 +32,7 @@ from tests.programs import (
 )
 from torchbeast import actors, display, gradients
 from torchbeast.run import COLUMNS
+from torchbeast.stages import STAGES
 
 FAULTY = "tests.faulty_envs:"
 LOSSES = {"total_loss", "pg_loss", "baseline_loss", "entropy_loss"}
@@ -94,7 +96,7 @@ def test_same_seed_in_serial_mode_writes_identical_losses(tmp_path):
         flags = ("--seed", seed, "--use_lstm", "--log_interval_steps", 200)
         result = main(*serial_run(tmp_path / name, *flags, steps=600))
         assert result.returncode == 0, result.stderr
-        timed = {"seconds", "sps", "rss_mb", "learner_wait", "update"}
+        timed = {"seconds", "sps", "rss_mb", *itertools.chain(*STAGES.values())}
         return [
             {name: x for name, x in row.items() if name not in timed}
             for row in read_logs(tmp_path / name / "x")

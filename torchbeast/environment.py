@@ -94,12 +94,16 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         return _make(name, num_envs, kwargs)
     except TypeError as e:
         cause = e.__cause__ or e  # Gymnasium's says more of itself.
-        what = "shown" if "render_mode" in str(cause) else "made"
+        # A class without __init__() does not name the argument that it refuses.
+        refused = "render_mode" in str(cause) or str(cause).endswith(
+            "takes no arguments"
+        )
+        what = "shown" if render_mode and refused else "made"
         text = f"environment {env_id!r} cannot be {what}: {first_line(cause, False)}"
         file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
         if file not in (gymnasium.envs.registration.__file__, __file__):
             text += f" ({file}:{line})"
-        elif "argument" in text:
+        elif "argument" in text and what == "made":
             text += ": give its arguments by --env_args NAME=VALUE"
         elif "pettingzoo" in text:
             text = f"environment {env_id!r} cannot be made: {PETTINGZOO}"
