@@ -366,7 +366,7 @@ def mean_of_last(savedir):
 PPO = "--agent ppo --num_minibatches 4 --num_envs 64"
 LEARNED = [  # Environment, flags, steps, return.
     ("Catch", "--num_envs 16", 200_000, 0.9),
-    ("Catch", "--agent ppo --num_envs 64", 100_000, 0.9),
+    ("Catch", "--agent ppo --num_envs 64", 150_000, 0.9),
     ("CartPole", "--num_envs 64 --discounting 0.98", 2_000_000, 450),
     (
         "CartPole",
