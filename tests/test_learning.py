@@ -124,7 +124,7 @@ def test_learns(ability, mode, tmp_path):
 KINDS = "number", "discrete", "integers", "binary", "image", "ids"
 REPLAY = ["--replay_ratio", 64, "--replay_start", 200]
 XOR = {  # Flags, and steps to learn it in.
-    "polybeast": (["--learning_rate", 3e-3], 100_000),
+    "polybeast": (["--discounting", 0], 60_000),
     "ppo": (
         ["--unroll_length", 16, "--batch_size", 16, "--num_minibatches", 4,
          "--learning_rate", 2e-3],
