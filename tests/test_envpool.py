@@ -9,8 +9,10 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+import monobeast
 import polybeast_env
 from tests import faulty_envs
+from tests.programs import SERIAL, main
 from torchbeast.environment import Environment, make
 from torchbeast.remote import server
 from torchbeast.remote import torchbeast_pb2 as pb
@@ -148,3 +150,33 @@ def test_a_vector_without_the_argument_gets_no_seed(monkeypatch):
     make("NoSeed-v0", 4, None, 3)
     assert made == [4]
     assert isinstance(make("NoSeed-v0", 1, None, 3), list)
+
+
+def test_actors_of_monobeast_have_different_environments(monkeypatch):
+    class Made(Exception):
+        pass
+
+    def create_env(flags, num_envs, render_mode, seed):
+        raise Made(seed)
+
+    monkeypatch.setattr(polybeast_env, "create_env", create_env)
+    flags = types.SimpleNamespace(env="Pool-v0", envs_per_actor=2)
+    for seed in (1, 2):
+        with pytest.raises(Made, match=f"^{seed}$"):
+            monobeast.act(flags, seed, None, None, None)
+
+
+def test_a_resumed_run_of_one_thread_has_other_environments(tmp_path, monkeypatch):
+    seeds, create_env = [], polybeast_env.create_env
+
+    def record(flags, num_envs, render_mode, seed):
+        seeds.append(seed)
+        return create_env(flags, num_envs, render_mode, seed)
+
+    monkeypatch.setattr(polybeast_env, "create_env", record)
+    for steps in (80, 160):
+        flags = ("--env", "CartPole-v1", "--savedir", tmp_path, "--xpid", "x")
+        result = main(*flags, *SERIAL, "--seed", 1, "--total_steps", steps)
+        assert result.returncode == 0, result.stderr
+    assert seeds[::2] == [None, None]  # What their steps look like.
+    assert len(set(seeds[1::2])) == 2
