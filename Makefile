@@ -122,7 +122,12 @@ $(VENV)/.python:
 		"make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory \
 		system-package PACKAGE=python3-venv
+	@test ! -e $(VENV) || test -e $(VENV)/.made || test -e $(VENV)/.run || \
+		{ echo "make: $(VENV) is there, and was not made by make:" \
+		"move it away, or make VENV=/another/directory" >&2; exit 1; }
 	rm -rf $(VENV)
+	mkdir -p $(VENV)
+	touch $(VENV)/.made
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 

@@ -106,6 +106,15 @@ def pytest_sessionfinish(session):
 """
 
 
+def test_make_does_not_replace_a_directory_that_it_has_not_made(source, tmp_path):
+    (tmp_path / "pyvenv.cfg").write_text("somebody's")
+    flags = f"VENV={tmp_path}", f"PYTHON={sys.executable}"
+    result = shell("make", "setup", *flags, cwd=source)
+    assert result.returncode == 2, result.stdout
+    assert f"make: {tmp_path} is there, and was not made by make" in result.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["pyvenv.cfg"]
+
+
 @pytest.mark.slow
 def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(source, tmp_path):
     result = shell(

@@ -1,14 +1,18 @@
 """--mode test: what is printed and written, and how it ends."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
+import threading
 
 import pytest
 
 from tests.programs import ROOT, SERIAL, args, command, main, refusal
+from torchbeast import play
+from torchbeast.flags import run_parser
 
 HOSTILE = "tests.hostile_envs:"
 
@@ -66,6 +70,40 @@ def test_a_test_says_what_it_takes_from_the_checkpoint_and_what_is_given_wins(sa
     [taken] = re.findall("^from the checkpoint: (.*)", result.stdout)
     assert "--use_lstm true" in taken and "--env_args" not in taken
     assert result.returncode == 0 and "mean return -1.00" not in result.stdout
+
+
+def test_tests_at_the_same_time_lose_no_result(trained, monkeypatch):
+    flags = run_parser().parse_args(["--mode", "test"])
+    flags.env = "CartPole-v1"
+    writing, path = threading.Barrier(2), trained / "x" / "model.tar"
+    write = play.write_atomically
+
+    def write_late(*args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            writing.wait(1)  # The other one should not come here meanwhile.
+        write(*args)
+
+    monkeypatch.setattr(play, "write_atomically", write_late)
+    threads = [
+        threading.Thread(target=play.report, args=(flags, path, 0, [x], [1], []))
+        for x in (1.0, 2.0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = json.loads((trained / "x" / "test.json").read_text())
+    assert sorted(x["mean_return"] for x in found) == [1.0, 2.0]
+
+
+def test_a_file_that_is_no_result_of_tests_is_not_written_over(trained):
+    flags = ("--savedir", trained, "--mode", "test", "--num_test_episodes", 1)
+    path = trained / "x" / "test.json"
+    path.write_text("my own notes")
+    result = main(*flags)
+    assert result.returncode == 0
+    assert "test.json: not written: " in result.stderr
+    assert path.read_text() == "my own notes"
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,18 @@ def test_a_killed_server_is_started_again(tmp_path):
         client.close()
 
 
+def test_a_server_does_not_take_the_socket_of_another_one(tmp_path):
+    """gRPC would remove it, and once more at the end."""
+    flags = "--num_servers", 1, "--address", f"unix:{tmp_path}/socket"
+    with servers(*flags):
+        result = run("--env", COUNTER, *flags, module="polybeast_env")
+        assert result.returncode == 2
+        assert f"{tmp_path}/socket: Address already in use" in result.stderr
+        client = Client(flags[-1])
+        client.welcome()
+        client.close()
+
+
 @pytest.mark.survives("environment-starts-processes")
 def test_a_server_whose_environments_fork_at_the_same_time_lives_on(tmp_path):
     address = f"unix:{tmp_path}/socket"

@@ -187,6 +187,19 @@ def test_a_resumed_run_names_the_flags_that_differ_and_takes_them(trained):
     assert main(*serial_run(trained, *flags, steps=560)).returncode == 0
 
 
+def test_what_is_somebody_elses_in_the_directories_of_a_run_stays(savedir):
+    path = savedir / "x"
+    path.mkdir(parents=True)
+    latest, *files = savedir / "latest", path / "best.tar", path / "meta.json"
+    for file in (latest, *files):
+        file.write_text("not a run's")
+    result = main(*serial_run(savedir, steps=40))
+    assert result.returncode == 0
+    assert "no link" in result.stderr
+    for file in (latest, *(path / "attempt-1" / file.name for file in files)):
+        assert file.read_text() == "not a run's"
+
+
 def test_a_run_that_cannot_start_does_not_become_the_latest(trained):
     path = trained / "y" / "model.tar"
     path.parent.mkdir()

@@ -40,6 +40,19 @@ def lock(path):
     return file
 
 
+@contextlib.contextmanager
+def locked_directory(path):
+    """A context that one process at a time enters, and threads one at a time. Where a
+    directory cannot be locked, any number do."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # Some network file systems.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 # Not that of a run's name: a run's directory has a `lock`, too.
 SOCKETS = "torchbeast_sockets-"
 

@@ -13,7 +13,7 @@ import torch
 from torchbeast import checkpoint, run, seeds
 from torchbeast.calls import create
 from torchbeast.environment import first_step
-from torchbeast.files import write_atomically
+from torchbeast.files import locked_directory, write_atomically
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
@@ -134,15 +134,15 @@ def report(flags, path, trained_steps, returns, lengths, metrics):
     }
     results = path.with_name("test.json")
     try:
-        try:
-            before = json.loads(results.read_text())
-        except (FileNotFoundError, ValueError):
-            before = []
-        before = before if isinstance(before, list) else [before]  # As it once was.
-        text = json.dumps([*before, data], indent=4) + "\n"
-        write_atomically(results, text.encode())
+        with locked_directory(path.parent):  # Other tests may end at the same time.
+            before = json.loads(results.read_text()) if results.exists() else []
+            before = before if isinstance(before, list) else [before]  # As it once was.
+            text = json.dumps([*before, data], indent=4) + "\n"
+            write_atomically(results, text.encode())
     except OSError as e:
         log.warning("%s: not written: %s", results, e.strerror)
+    except ValueError:
+        log.warning("%s: not written: something else than results is there", results)
     print(
         f"{len(returns)} episodes: mean return {mean:.2f}, standard error {error:.2f}"
         + "".join(f", mean {name} {x:.4g}" for name, x in means.items())

@@ -23,6 +23,7 @@ import math
 import os
 import pathlib
 import re
+import secrets
 import time
 from collections import deque
 
@@ -207,15 +208,16 @@ class Run:
         """Moves the logs of an attempt that left no checkpoint to a directory of their
         own."""
         names = [path.name for path in self.path.glob("events.out.*")]
+        # These are of a directory that somebody else keeps there, if of anything.
+        names += [n for n in ("meta.json", "best.tar") if (self.path / n).exists()]
         if not names and (self.path / "logs.csv").stat().st_size == 0:
             return
         number = 1
         while (aside := self.path / f"attempt-{number}").exists():
             number += 1
         aside.mkdir()
-        for name in [*names, "logs.csv", "meta.json"]:
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / name).rename(aside / name)
+        for name in [*names, "logs.csv"]:
+            (self.path / name).rename(aside / name)
         (self.path / "logs.csv").touch()
         log.info(
             "this run was begun before, and goes on from no checkpoint: it begins "
@@ -225,13 +227,17 @@ class Run:
 
     def _link(self):
         """Has the link `latest` lead to this run."""
-        link = self.path.parent / f".latest-{os.getpid()}"
+        latest = self.path.parent / "latest"
+        link = self.path.parent / f".latest-{secrets.token_hex(4)}"
+        if latest.exists() and not latest.is_symlink():
+            log.warning("no link %s: something else is there", latest)
+            return
         try:
             link.symlink_to(self.path.name)
-            os.replace(link, self.path.parent / "latest")
-        except OSError as e:  # No symlinks here, or `latest` is the user's own.
+            os.replace(link, latest)
+        except OSError as e:  # No symlinks here, or `latest` is another user's.
             link.unlink(missing_ok=True)
-            log.warning("no link %s: %s", self.path.parent / "latest", e.strerror)
+            log.warning("no link %s: %s", latest, e.strerror)
 
     def _open_log(self, step=math.inf, new_columns=()):
         """Cuts logs.csv back to the rows up to a step, adds columns, and opens it."""

@@ -245,6 +245,9 @@ class Statistics:
 
 def add_port(server, address, flags):
     """Has the server listen at the address. Raises BadInput if it cannot."""
+    # gRPC takes a socket away from whoever listens at it.
+    if address.startswith("unix:") and (why := why_not_free(address)):
+        raise BadInput(f"cannot serve at {address}: {why}")
     try:
         if flags.tls_cert is None or address.startswith("unix:"):
             server.add_insecure_port(address)

@@ -46,7 +46,6 @@ class Server:
         """Starts the process. Raises OSError if the machine has too many processes or
         open files."""
         self.started_at = time.monotonic()
-        self.swept = False
         self.served = False  # Its socket was there.
         if self.directory is not None:  # Some systems tidy up.
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -76,6 +75,7 @@ main(parent)"""
                     "GRPC_ENABLE_FORK_SUPPORT": "0",
                 },
             )
+        self.swept = False
         with contextlib.suppress(OSError):  # It ended: wait_until_ready() says so.
             self.connection.send([os.fspath(p) or ORIGINAL_DIR for p in sys.path])
             self.connection.send(
@@ -142,8 +142,14 @@ main(parent)"""
         """Waits for its end until time.monotonic() is deadline, then kills it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0, deadline - time.monotonic()))
-        kill_group(self.process)
+        self.kill()
         self.process.wait()
+
+    def kill(self):
+        """Kills the process and all that it started. Not once more, long after: the
+        number of its process group may be another's by then."""
+        if not self.swept:
+            kill_group(self.process)
 
 
 class Servers:
@@ -204,7 +210,7 @@ class Servers:
     def kill(self):
         """Kills the servers at once. A signal handler may call it."""
         for server in self._servers:
-            kill_group(server.process)
+            server.kill()
             if server.directory is not None:
                 files.remove_sockets(server.directory)
 
