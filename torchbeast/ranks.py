@@ -28,7 +28,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from torchbeast.messages import BadInput, Repeated, Stop, first_line, log
+from torchbeast.messages import BadInput, Stop, Throttle, first_line, log
 
 VOTE_TIMEOUT_S = 50  # After which a rank that does not vote is gone.
 IDLE_S = 1  # A rank that waits for nothing votes this often.
@@ -64,7 +64,7 @@ class Ranks:
         self._lock = threading.RLock()  # Of a vote, and of _end.
         self._parent = os.getppid()  # Torchrun.
         self._voted_at = time.monotonic()
-        self._held_up = {}  # {rank: (since when, Repeated)}, on rank 0.
+        self._held_up = {}  # {rank: (since when, Throttle)}, on rank 0.
         self._ask = []  # Ranks that are to say why they hold the others up.
 
     # Beginning and end.
@@ -233,7 +233,7 @@ class Ranks:
         self._ask = []
         now = time.monotonic()
         for rank in range(self.num):
-            since, reminder = self._held_up.get(rank, (now, Repeated()))
+            since, reminder = self._held_up.get(rank, (now, Throttle()))
             late = now > since + PATIENCE_S
             if ready[rank] or not any(ready):
                 if late:
@@ -241,7 +241,7 @@ class Ranks:
                 self._held_up.pop(rank, None)
                 continue
             self._held_up[rank] = since, reminder
-            if late and reminder.count("")[1]:
+            if late and reminder.count(rank, "")[1]:
                 self._ask.append(rank)
 
     def _lose(self, error):
