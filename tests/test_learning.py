@@ -127,14 +127,14 @@ XOR = {  # Flags, and steps to learn it in.
     "polybeast": (["--discounting", 0], 60_000),
     "ppo": (
         ["--unroll_length", 16, "--batch_size", 16, "--num_minibatches", 4,
-         "--learning_rate", 2e-3],
+         "--learning_rate", 1e-3, "--net", "shallow", "--discounting", 0],
         40_000,
     ),
     "r2d2": ([*DQN[2:], "--exploration_steps", 3000, "--discounting", 0], 20_000),
     "sac": (
         [*REPLAY, "--learning_rate", 1e-3, "--critic_learning_rate", 1e-2,
          "--target_entropy", -3, "--discounting", 0],
-        4000,
+        8000,
     ),
 }  # fmt: skip
 QUICK_XOR = [

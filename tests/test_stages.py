@@ -1,6 +1,7 @@
 """What a run says at its end of where its time went, and what helps."""
 
 import argparse
+import itertools
 import types
 
 import numpy as np
@@ -37,8 +38,13 @@ def hint(program, net, longest, update=9.0, busy=0.0, **flags):
     return line.partition("bottleneck: ")[2]
 
 
-@pytest.mark.parametrize("program", ["polybeast", "monobeast"])
-@pytest.mark.parametrize("longest", ["inference", "rollout_queue", "cores"])
+@pytest.mark.parametrize(
+    ("program", "longest"),
+    [
+        *itertools.product(["polybeast", "monobeast"], ["inference", "cores"]),
+        ("polybeast", "rollout_queue"),
+    ],
+)
 def test_a_small_network_is_to_be_called_for_more_environments_at_a_time(
     program, longest
 ):
@@ -51,6 +57,13 @@ def test_a_small_network_is_to_be_called_for_more_environments_at_a_time(
     assert "GPU" not in line and "smaller network" not in line
     line = hint(program, ATARI, stage, busy=busy)
     assert "GPU" in line and flag not in line and "--resize" not in line
+
+
+def test_what_learns_from_a_small_network_too_often_is_told_of_fewer_updates():
+    assert "--batch_size" in hint("monobeast", SMALL, "rollout_queue")
+    for program in ("monobeast", "polybeast"):
+        line = hint(program, SMALL, "rollout_queue", replay_ratio=8.0)
+        assert line == "learning: fewer gradient steps (--replay_ratio)"
 
 
 @pytest.mark.parametrize("program", ["polybeast", "monobeast"])

@@ -297,6 +297,9 @@ class FlatEncoder(nn.Module):
             self.register_buffer("logarithms", torch.ones(()))
 
     def forward(self, x):
+        return self.numbers(x)
+
+    def numbers(self, x):
         x = x.reshape(len(x), -1)
         if self.scale is None and not x.is_floating_point():  # It may be normalised.
             x = x.float()
@@ -318,20 +321,19 @@ class VectorEncoder(FlatEncoder):
         self.layers = mlp(in_features, *hidden_sizes).append(nn.ReLU())
 
     def forward(self, x):
-        return 10 * self.layers(super().forward(x))
+        return 10 * self.layers(self.numbers(x))
 
 
-class TanhEncoder(FlatEncoder):
-    """Two layers of 64 with tanh. Its outputs are of order 1."""
+class TanhEncoder(VectorEncoder):
+    """The same of two layers of 64 with tanh. Its outputs are of order 1."""
 
     def __init__(self, in_features, scale=1, hidden_sizes=(64, 64)):
-        super().__init__(in_features, scale)
-        self.out_features = hidden_sizes[-1]
+        super().__init__(in_features, scale, hidden_sizes)
         self.layers = mlp(in_features, *hidden_sizes, activation=nn.Tanh)
         self.layers.append(nn.Tanh())
 
     def forward(self, x):
-        return self.layers(super().forward(x))
+        return self.layers(self.numbers(x))
 
 
 NUMBERS = {"mlp": VectorEncoder, "tanh": TanhEncoder, "flat": FlatEncoder}

@@ -118,7 +118,12 @@ def remedy(stage, program, flags, net):
         return f"{what}: --resize {RESIZED}, as {name} is {height} x {width}; {others}"
     small = not any(isinstance(module, nn.Conv2d) for module in net.modules())
     if small and stage not in ("inference_queue", "environment_wait"):
-        # Its arithmetic is nothing beside what each call of it costs.
+        # Its arithmetic is nothing beside what each call of it costs; in PolyBeast
+        # those for inference and those for learning wait for each other's GIL.
+        if stage == "learning" and hasattr(flags, "replay_ratio"):
+            return f"{what}: fewer gradient steps (--replay_ratio)"
+        if stage == "learning" and program == "monobeast":
+            return f"{what}: the network is small: larger batches (--batch_size) help"
         flag = TOGETHER[program]
         return (
             f"{what}: the network is small: more environments together "
