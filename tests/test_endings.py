@@ -6,11 +6,14 @@ import os
 import pathlib
 import secrets
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.programs import (
+    ROOT,
     SERIAL,
     TIMEOUT_S,
     Program,
@@ -132,3 +135,25 @@ def test_the_environment_of_an_evaluation_is_closed_when_the_run_ends(
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
     assert not simulator.files()
+
+
+def test_what_a_simulators_library_does_to_the_handlers_of_signals_is_undone():
+    """ViZDoom's leaves the system's behind, which end the program at once."""
+    script = """if True:
+        import argparse, ctypes, signal
+        from torchbeast.environment import Environment, probe
+        from tests.faulty_envs import Base
+
+        class HandlesSignals(Base):
+            def close(self):
+                ctypes.CDLL(None).signal(signal.SIGINT, None)
+
+        flags = argparse.Namespace(env="HandlesSignals", seed=None)
+        probe(lambda *_: Environment(HandlesSignals()), flags, 1)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise SystemExit(7)
+    """
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, cwd=ROOT).returncode == 7

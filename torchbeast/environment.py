@@ -47,6 +47,7 @@ from torchbeast.calls import Call, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
 from torchbeast.old_gym import PETTINGZOO, as_gymnasium
+from torchbeast.process import take_signals_back
 from torchbeast.spaces import BadStep, check_finite
 from torchbeast.vector import Separate, Vector
 
@@ -338,6 +339,7 @@ def probe(create_env, flags, num_envs):
         finally:
             env.close()
     finally:
+        take_signals_back()
         told.set()
         with contextlib.suppress(OSError):
             os.chdir(ORIGINAL_DIR)

@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import threading
 import time
 from multiprocessing import resource_tracker
 
@@ -156,6 +157,15 @@ class Terminated(KeyboardInterrupt):
 
 def _terminate(signum, frame):
     raise Terminated(signum)
+
+
+def take_signals_back():
+    """Installs this process's handlers of SIGNALS once more: libraries of environments
+    put theirs in place of them, and then the system's."""
+    if threading.current_thread() is threading.main_thread():
+        for s in SIGNALS:
+            if (handler := signal.getsignal(s)) is not None:
+                signal.signal(s, handler)
 
 
 def signals_that_raise():
