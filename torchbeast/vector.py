@@ -123,7 +123,7 @@ class Vector:
                 one. The reward belongs to the episode. An episode that ends within
                 this step is not shown at all.
 
-    unseen: [E] bool, where the last step() made a step of the latter kind
+    unseen: where the last step() made a step of the latter kind: [E] bool, or False
     """
 
     def __init__(self, env):
@@ -133,7 +133,7 @@ class Vector:
         self.frames_per_step = getattr(env, "frames_per_step", 1)
         self.name = name_of(env)
         self.same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP.value
-        self.unseen = np.zeros(self.num_envs, bool)
+        self.unseen = False
         space = space_of(env, "single_observation_space")
         self.observations = Observations(space, self.num_envs)
         action_space = space_of(env, "single_action_space")
@@ -171,7 +171,7 @@ class Vector:
         terminated = self._numbers(terminated, "terminated").astype(bool)
         truncated = self._numbers(truncated, "truncated").astype(bool)
         last = terminated | truncated
-        if not self.same_step:
+        if not self.same_step and (self._last.any() or last.any()):
             self._check_next_step(rewards, last, info)
         info = info if isinstance(info, dict) else {}
         end, metrics = self._of_info(info, last)
