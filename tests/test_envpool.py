@@ -162,7 +162,7 @@ def test_actors_of_monobeast_have_different_environments(monkeypatch):
     monkeypatch.setattr(polybeast_env, "create_env", create_env)
     flags = types.SimpleNamespace(env="Pool-v0", envs_per_actor=2)
     for seed in (1, 2):
-        with pytest.raises(Made, match=f"^{seed}$"):
+        with pytest.raises(Made, match=rf"^{seed}\b"):
             monobeast.act(flags, seed, None, None, None)
 
 
