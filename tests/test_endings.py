@@ -24,6 +24,8 @@ from tests.programs import (
     read_logs,
     wait_for_steps,
 )
+from torchbeast import process
+from torchbeast.messages import Stop
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 slow = pytest.mark.slow
@@ -157,3 +159,14 @@ def test_what_a_simulators_library_does_to_the_handlers_of_signals_is_undone():
     """
     command = [sys.executable, "-c", script]
     assert subprocess.run(command, cwd=ROOT).returncode == 7
+
+
+def test_a_signal_whose_exception_is_lost_while_a_run_starts_ends_the_run():
+    """Python prints, and ignores, what is raised in a destructor."""
+    with process.terminable():
+        with contextlib.suppress(process.Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with process.Signals() as signals, pytest.raises(Stop, match="SIGTERM"):
+            signals.check()
+    with process.terminable(), process.Signals() as signals:
+        signals.check()

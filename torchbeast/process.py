@@ -155,7 +155,12 @@ class Terminated(KeyboardInterrupt):
         self.signum = signum
 
 
+_terminated = None  # (signal, when it came), of the last one that has raised.
+
+
 def _terminate(signum, frame):
+    global _terminated
+    _terminated = signal.Signals(signum), time.monotonic()
     raise Terminated(signum)
 
 
@@ -177,14 +182,17 @@ def signals_that_raise():
 @contextlib.contextmanager
 def terminable():
     """A context in which SIGTERM and SIGHUP raise, as Ctrl-C does, instead of ending
-    this process at once."""
-    before = {}
+    this process at once. What is lost on the way, as in a destructor, counts for the
+    first Signals in the context."""
+    global _terminated
+    before, _terminated = {}, None
     for s in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(s) == signal.SIG_DFL:
             before[s] = signal.signal(s, _terminate)
     try:
         yield
     finally:
+        _terminated = None
         for s, handler in before.items():
             if signal.getsignal(s) == _terminate:
                 signal.signal(s, handler)
@@ -227,6 +235,8 @@ class Signals:
     def __enter__(self):
         Signals.current = self
         self._old = handle_signals(self._handle)
+        if _terminated is not None and self.received is None:
+            self.received, self.received_at = _terminated
         return self
 
     def __exit__(self, *_):
