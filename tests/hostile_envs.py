@@ -179,9 +179,10 @@ class HasASimulator(Base):
 
     def __init__(self, name, seconds=0.0):
         self.simulator = subprocess.Popen(["cat"], stdin=-1, stdout=-1)
+        self.ask()
+        # Last: whoever sees the file may end the simulator, and no constructor fails.
         file, self.path = tempfile.mkstemp(prefix=name, dir="/dev/shm")
         os.close(file)
-        self.ask()
         time.sleep(seconds)
 
     def ask(self):

@@ -29,6 +29,8 @@ def copy(tmp_path):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
     subprocess.run(["git", "init", "-q", copy], check=True)
+    [diff] = blocks()["diff"]
+    (copy / "edit.diff").write_text(diff)
     return copy
 
 
@@ -151,10 +153,14 @@ def test_the_agents_of_the_document_are_rows(run_block):
         )
 
 
+def test_the_edit_of_fork_md_fits_what_it_edits(copy):
+    follow(copy, "git apply --check edit.diff")
+
+
 @pytest.mark.slow
 def test_whoever_follows_fork_md_gets_what_it_says(copy):
     found = blocks()
-    [diff], (agent, env, *_, wrapper, bonus) = found["diff"], found["python"]
+    agent, env, *_, wrapper, bonus = found["python"]
     setup, edited, own_agent, own_env, wrapped = found["bash"]
     assert "make setup" in setup
 
@@ -162,7 +168,6 @@ def test_whoever_follows_fork_md_gets_what_it_says(copy):
         latest = copy.parent / "logs" / "torchbeast" / "latest"
         return read_logs(latest)[0].keys()
 
-    (copy / "edit.diff").write_text(diff)
     follow(copy, "git apply edit.diff")
     follow(copy, edited)
     assert "logit_loss" in columns()
