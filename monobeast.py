@@ -31,16 +31,19 @@ from torchbeast.actors import (
     ActorProcesses,
     NoMoreOrders,
     SharedWeights,
+    actor_parser,
     check_limits,
     create_buffers,
+    set_defaults,
+    set_num_buffers,
 )
 from torchbeast.calls import create, tell_slow
 from torchbeast.encoders import summary
 from torchbeast.environment import probe
-from torchbeast.flags import Parser, agent_parser, number, run_parser
+from torchbeast.flags import Parser, agent_parser, run_parser
 from torchbeast.learner import Learner
-from torchbeast.machine import num_cores
-from torchbeast.messages import BadInput, log
+from torchbeast.machine import share_of_cores
+from torchbeast.messages import log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
 from torchbeast.program import run_program
@@ -60,52 +63,13 @@ def program_parser(agent="polybeast"):
             polybeast_env.environment_parser(),
             run_parser(),
             agent_parser(agent),
+            actor_parser(),
         ],
     )
     p.add_presets(agent)
     if p.get_default("net") == "deep":  # Each actor evaluates it alone, on a CPU.
         p.set_defaults(net="shallow")
-    # fmt: off
-    g = p.add_argument_group("actors")
-    g.add_argument("--num_actors", type=number(int, 0), metavar="N",
-                   help="actor processes; 0: everything in one thread of one process "
-                   "(default: one per core)")
-    g.add_argument("--envs_per_actor", type=number(int, 1), metavar="E",
-                   help="environments an actor steps together "
-                   "(default: 32 in all, spread over the actors)")
-    g.add_argument("--num_buffers", type=number(int, 1), metavar="N",
-                   help="rollouts in shared memory "
-                   "(default: what the actors fill, and two batches)")
-    g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
-                   metavar="N", help="restarts of an actor without a rollout between "
-                   "them, after which the run ends (default: %(default)s)")
-    # fmt: on
     return p
-
-
-def set_defaults(flags):
-    """Fills in the flags whose defaults depend on the machine or on other flags."""
-    if flags.num_actors is None:
-        flags.num_actors = num_cores()
-    if flags.envs_per_actor is None:
-        flags.envs_per_actor = max(1, 32 // max(1, flags.num_actors))
-    devices.set_defaults(flags)
-
-
-def set_num_buffers(flags, num_agents):
-    """Fills in --num_buffers, or raises BadInput if it is too small. num_agents: of one
-    environment."""
-    in_actors = max(1, flags.num_actors) * flags.envs_per_actor * num_agents
-    batch_size = ranks.current.share(flags.batch_size)
-    if flags.num_buffers is None:
-        flags.num_buffers = in_actors + 2 * batch_size
-    if flags.num_buffers < in_actors + batch_size:
-        raise BadInput(
-            f"--num_buffers {flags.num_buffers} is too small: actors fill {in_actors} "
-            f"(--num_actors {flags.num_actors} times --envs_per_actor "
-            f"{flags.envs_per_actor}) and a batch takes {batch_size} "
-            f"(--batch_size): use {in_actors + batch_size} or more"
-        )
 
 
 # Acting.
@@ -179,13 +143,13 @@ class Actor:
 
         map_structure(repeat, self.overlap, buffers)
         core_state = map_structure(lambda x: x.numpy(), self.core_states[0])
-        write(core_state, buffers["core_state"], slice(None), indices)
+        rollouts.write(core_state, buffers["core_state"], slice(None), indices)
         for t in range(begin, self.burn_in + T):
             outputs = self.act()
-            write(outputs, buffers, t, indices)
+            rollouts.write(outputs, buffers, t, indices)
             with self.stage("environment_wait"):
                 self.step = self.env.step(outputs["action"])
-            write(self.step, buffers, t + 1, indices)
+            rollouts.write(self.step, buffers, t + 1, indices)
         # A copy: the buffers may soon be another actor's.
         self.overlap = map_structure(lambda x: x[T:, indices].copy(), buffers)
 
@@ -203,15 +167,15 @@ class Actor:
             begins = ~fills & ~last
             if begins.any():
                 t[begins], indices[begins] = 0, begin(begins.sum())
-                write_rows(self.step, buffers, t, indices, begins)
+                rollouts.write_rows(self.step, buffers, t, indices, begins)
                 map_structure(write_state, self.core_states[-1], buffers["core_state"])
                 fills |= begins
             outputs = self.act()
-            write_rows(outputs, buffers, t, indices, fills)
+            rollouts.write_rows(outputs, buffers, t, indices, fills)
             with self.stage("environment_wait"):
                 self.step = self.env.step(outputs["action"])
             t += 1
-            write_rows(self.step, buffers, t, indices, fills)
+            rollouts.write_rows(self.step, buffers, t, indices, fills)
             last = self.step["terminated"] | self.step["truncated"]
             ends = fills & (last | (t == T))
             for e in np.flatnonzero(ends):
@@ -219,23 +183,6 @@ class Actor:
             fills &= ~ends
             if ends.any():
                 yield indices[ends].tolist()
-
-
-def write(nest, buffers, t, indices):
-    """Writes the nest's arrays, [E, ...], into buffers [T, num_buffers, ...] that have
-    entries of the same names."""
-
-    def write_array(x, buffer):
-        buffer[t, indices] = x
-
-    map_structure(write_array, nest, buffers)
-
-
-def write_rows(nest, buffers, t, indices, rows):
-    """Writes the rows of the nest's arrays, [E, ...], where rows [E] bool is true, each
-    at its own t [E] and index [E]."""
-    nest = map_structure(lambda x: x[rows], nest)
-    write(nest, buffers, t[rows], indices[rows])
 
 
 def act(flags, seed, buffers, weights, orders):
@@ -315,7 +262,6 @@ def train(flags):
     run = Run(flags, env.frames_per_step, env.num_agents)
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
-    create_env = polybeast_env.create_env
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
     # The episodes of a resumed run are not those of its first session again.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
@@ -390,8 +336,11 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
         full_queue.put(None)
 
     threads.add("actors", actors.run)
+    # On a CPU an update takes about 0.3 of what a step costs in all, with the shallow
+    # network on Atari; the actors have the rest.
+    num_cores = share_of_cores(0.3, flags.num_learner_threads)
     for i in range(flags.num_learner_threads):
-        threads.add(f"learner-{i}", learn, num_learner_cores(flags))
+        threads.add(f"learner-{i}", learn, num_cores)
     signals.on_second = actors.kill
     try:
         actors.start()
@@ -399,12 +348,6 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
     finally:
         actors.stop()
         actors.join()
-
-
-def num_learner_cores(flags):
-    """The number of cores for one update. On a CPU an update takes about 0.3 of what a
-    step costs in all, with the shallow network on Atari; the actors have the rest."""
-    return max(1, round(0.3 * num_cores() / flags.num_learner_threads))
 
 
 def main(argv=None):

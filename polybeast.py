@@ -37,7 +37,7 @@ from torchbeast.environment import probe
 from torchbeast.flags import Parser, agent_parser, number, run_parser
 from torchbeast.gradients import set_gradients
 from torchbeast.learner import Learner, PublishedWeights
-from torchbeast.machine import num_cores
+from torchbeast.machine import share_of_cores
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.nests import map_structure
 from torchbeast.networks import Network
@@ -47,7 +47,7 @@ from torchbeast.program import run_program
 from torchbeast.remote import streams, tls
 from torchbeast.remote.limits import MAX_ENVS
 from torchbeast.remote.servers import Servers
-from torchbeast.remote.streams import set_defaults
+from torchbeast.remote.sources import Sources, server_parser, set_defaults
 from torchbeast.run import Run
 from torchbeast.threads import Threads
 
@@ -250,7 +250,7 @@ def program_parser(agent="polybeast"):
             polybeast_env.environment_parser(),
             run_parser(),
             agent_parser(agent),
-            streams.parser(),
+            server_parser(),
             tls.parser(),
         ],
     )
@@ -310,7 +310,7 @@ def train(flags):
     except ImportError as e:
         raise BadInput(str(e)) from e
     set_defaults(flags)
-    sources = streams.Sources(flags)
+    sources = Sources(flags)
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
@@ -393,22 +393,17 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
     threads.add("actors", lambda: streams.run(actors))
     for i in range(flags.num_inference_threads):
         threads.add(f"inference-{i}", infer)
+    # An update's share of all that a step costs on a CPU, with Atari's environments.
+    # (With more, runs of the shallow network were slower by a third.)
+    modules = learner.agent.net.modules()
+    share = 0.75 if any(isinstance(m, ResidualBlock) for m in modules) else 0.45
+    num_cores = share_of_cores(share, flags.num_learner_threads)
     for i in range(flags.num_learner_threads):
-        threads.add(f"learner-{i}", learn, num_learner_cores(learner))
+        threads.add(f"learner-{i}", learn, num_cores)
     watched = streams.Streams(actors, flags, env.name, servers)
     learner.start(actors.stage_seconds, watched.take_metrics)
     with watched.reporting(learner):
         threads.run(signals, end, watched.check)
-
-
-def num_learner_cores(learner):
-    """The number of cores for one update on a CPU: about an update's share of all that
-    a step costs, with Atari's environments. (With more, runs of the shallow network
-    were slower by a third.)"""
-    modules = learner.agent.net.modules()
-    deep = any(isinstance(m, ResidualBlock) for m in modules)
-    cores = (0.75 if deep else 0.45) * num_cores()
-    return max(1, round(cores / learner.flags.num_learner_threads))
 
 
 def main(argv=None):

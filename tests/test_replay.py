@@ -13,7 +13,7 @@ import polybeast_env
 from tests import envs
 from tests.faulty_envs import Nested
 from tests.test_agent import batches, make_actor, parse
-from torchbeast import environment, machine, process, replay
+from torchbeast import environment, machine, process, replay, storage
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.replay import Credit, Replay, SumTree
@@ -183,7 +183,7 @@ def test_age_is_of_the_rollouts_that_came_later():
 
 
 def frames_stored(ring):
-    return isinstance(ring._store._tensors["observation"], replay._Frames)
+    return isinstance(ring._store._tensors["observation"], storage._Frames)
 
 
 @pytest.mark.parametrize("game", ["Breakout", "Pong"])

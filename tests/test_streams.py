@@ -11,7 +11,7 @@ import torch
 
 from torchbeast import machine, process
 from torchbeast.messages import BadInput, Stop
-from torchbeast.remote import addresses, streams
+from torchbeast.remote import addresses, sources, streams
 
 
 class Pool:
@@ -176,11 +176,11 @@ def test_many_changes_of_a_file_are_a_few_lines(tmp_path, lines):
 def test_a_file_may_be_of_another_editor_but_not_a_pipe(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes("\ufeffa:1\r\nb:2".encode())
-    assert streams.addresses(flags(f"@{path}")) == ["a:1", "b:2"]
+    assert sources.addresses(flags(f"@{path}")) == ["a:1", "b:2"]
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(BadInput, match="expected a file"):
-        streams.addresses(flags(f"@{path}"))
+        sources.addresses(flags(f"@{path}"))
 
 
 def fail(stream, error="Socket closed", state="waiting to reconnect"):
@@ -411,7 +411,7 @@ def sizes(monkeypatch, row_bytes=28_000, memory=16 * 2**30, num_streams=0, **cha
     specs = {
         "observation": torch.empty(21, row_bytes, device="meta", dtype=torch.uint8)
     }
-    return streams.check_sizes(flags, step, specs, 1, num_streams)
+    return sources.check_sizes(flags, step, specs, 1, num_streams)
 
 
 @pytest.mark.survives("streams-too-large")

@@ -5,6 +5,7 @@ to, so nothing is left behind by whatever end. No lock is shared between process
 that is killed takes none along.
 """
 
+import argparse
 import contextlib
 import multiprocessing.connection
 import queue
@@ -20,7 +21,9 @@ from multiprocessing import resource_tracker
 import torch
 import torch.multiprocessing as mp
 
-from torchbeast import calls, seeds
+from torchbeast import calls, devices, ranks, seeds
+from torchbeast.flags import number
+from torchbeast.machine import num_cores
 from torchbeast.messages import BadInput, Repeated, Stop, first_line, log, setup_logging
 from torchbeast.nests import leaves, map_structure
 from torchbeast.process import (
@@ -34,6 +37,52 @@ from torchbeast.process import (
 
 PAGE = resource.getpagesize()
 END_S = 20  # An actor's time to close its environments, as long as that gets further.
+
+
+def actor_parser() -> argparse.ArgumentParser:
+    """MonoBeast's flags of actors, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("actors")
+    g.add_argument("--num_actors", type=number(int, 0), metavar="N",
+                   help="actor processes; 0: everything in one thread of one process "
+                   "(default: one per core)")
+    g.add_argument("--envs_per_actor", type=number(int, 1), metavar="E",
+                   help="environments an actor steps together "
+                   "(default: 32 in all, spread over the actors)")
+    g.add_argument("--num_buffers", type=number(int, 1), metavar="N",
+                   help="rollouts in shared memory "
+                   "(default: what the actors fill, and two batches)")
+    g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
+                   metavar="N", help="restarts of an actor without a rollout between "
+                   "them, after which the run ends (default: %(default)s)")
+    # fmt: on
+    return p
+
+
+def set_defaults(flags):
+    """Fills in the flags whose defaults depend on the machine or on other flags."""
+    if flags.num_actors is None:
+        flags.num_actors = num_cores()
+    if flags.envs_per_actor is None:
+        flags.envs_per_actor = max(1, 32 // max(1, flags.num_actors))
+    devices.set_defaults(flags)
+
+
+def set_num_buffers(flags, num_agents):
+    """Fills in --num_buffers, or raises BadInput if it is too small. num_agents: of one
+    environment."""
+    in_actors = max(1, flags.num_actors) * flags.envs_per_actor * num_agents
+    batch_size = ranks.current.share(flags.batch_size)
+    if flags.num_buffers is None:
+        flags.num_buffers = in_actors + 2 * batch_size
+    if flags.num_buffers < in_actors + batch_size:
+        raise BadInput(
+            f"--num_buffers {flags.num_buffers} is too small: actors fill {in_actors} "
+            f"(--num_actors {flags.num_actors} times --envs_per_actor "
+            f"{flags.envs_per_actor}) and a batch takes {batch_size} "
+            f"(--batch_size): use {in_actors + batch_size} or more"
+        )
 
 
 def check_limits(flags, specs, model):

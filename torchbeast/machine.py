@@ -74,6 +74,12 @@ def num_cores() -> int:
     return _num_cores or len(os.sched_getaffinity(0))
 
 
+def share_of_cores(share, num_threads) -> int:
+    """The number of cores for each of so many threads, at least one, where all of them
+    have this share of the cores together."""
+    return max(1, round(share * num_cores() / num_threads))
+
+
 def use_cores(n):
     """Has num_cores() return n: other learners share the cores with this process."""
     global _num_cores

@@ -62,9 +62,27 @@ def specs(agent, step, flags):
     agent.net.eval()  # A BatchNorm is to count no batch that is not learned from.
     result = agent.act(map_structure(lambda x: x[None], step), initial)
     agent.net.train()
+    outputs, core_state = checked(result, step, initial)
+    return {
+        **map_structure(lambda x: spec(x, T + 1, *x.shape[1:]), step),
+        **map_structure(lambda x: spec(x, T, *x.shape[2:]), outputs),
+        "core_state": map_structure(
+            lambda x: spec(x, x.shape[0], *x.shape[2:]), core_state
+        ),
+        **({"mask": spec(step["done"], T + 1)} if flags.one_episode_rollouts else {}),
+    }
+
+
+def checked(result, step, initial):
+    """Returns what act() returned, (outputs, core_state). Raises BadInput if no rollout
+    can hold that.
+
+    step: tensors [E, ...], on which it was called; initial: the state before that.
+    """
     if not isinstance(result, tuple) or not isinstance(result[0], dict):
         what = type(result).__name__
         raise BadInput(f"act() returned {what}, expected (dict of outputs, core_state)")
+    E = len(step["reward"])
     outputs, core_state = result
     for path, x in leaves(outputs):
         if not torch.is_tensor(x) or x.requires_grad:
@@ -81,7 +99,6 @@ def specs(agent, step, flags):
                 f"[1, {E}, ...]"
             )
     check_outputs(outputs)
-    done = step["done"]
     for name in outputs:
         if name in (*step, "core_state", "version", "mask"):
             raise BadInput(f"act() returned {name!r}, which a rollout has of its own")
@@ -97,14 +114,7 @@ def specs(agent, step, flags):
     )
     if before != after:
         raise BadInput(f"act() returned core_state {after}, expected {before}")
-    return {
-        **map_structure(lambda x: spec(x, T + 1, *x.shape[1:]), step),
-        **map_structure(lambda x: spec(x, T, *x.shape[2:]), outputs),
-        "core_state": map_structure(
-            lambda x: spec(x, x.shape[0], *x.shape[2:]), core_state
-        ),
-        **({"mask": spec(done, T + 1)} if flags.one_episode_rollouts else {}),
-    }
+    return result
 
 
 def describe(action):
@@ -194,3 +204,20 @@ def ended_episodes(batch, unroll_length):
         padding = (~batch["mask"][1:]).float()
         result["padding"] = total(padding, torch.ones_like(end))
     return result
+
+
+def write(nest, buffers, t, indices):
+    """Writes the nest's arrays, [E, ...], into buffers [T, num_buffers, ...] that have
+    entries of the same names."""
+
+    def write_array(x, buffer):
+        buffer[t, indices] = x
+
+    map_structure(write_array, nest, buffers)
+
+
+def write_rows(nest, buffers, t, indices, rows):
+    """Writes the rows of the nest's arrays, [E, ...], where rows [E] bool is true, each
+    at its own t [E] and index [E]."""
+    nest = map_structure(lambda x: x[rows], nest)
+    write(nest, buffers, t[rows], indices[rows])
