@@ -13,7 +13,7 @@ import torch
 import polybeast
 from tests.programs import ROOT, SERIAL, args, both, load, main, read_logs, refusal
 from torchbeast import environment, rollouts
-from torchbeast.run import COLUMNS
+from torchbeast.log_writer import COLUMNS
 
 LOG = ("--log_interval_steps", 40)
 

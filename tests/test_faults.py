@@ -44,9 +44,9 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import free_port
 from torchbeast import actors, files, machine, process
+from torchbeast.log_writer import COLUMNS
 from torchbeast.messages import BadInput
 from torchbeast.remote import servers
-from torchbeast.run import COLUMNS
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 

@@ -29,7 +29,7 @@ def make_run(path, rows=((10, 0.0), (20, 1.0)), **flags):
 
 
 def run(path, column="loss", by="steps"):
-    return plot.Run(path, column, by)
+    return plot.RunLog(path, column, by)
 
 
 def main_of_plot(*words):

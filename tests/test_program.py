@@ -31,7 +31,7 @@ from tests.programs import (
     wait_for_steps,
 )
 from torchbeast import actors, display, gradients
-from torchbeast.run import COLUMNS
+from torchbeast.log_writer import COLUMNS
 from torchbeast.stages import STAGES
 
 FAULTY = "tests.faulty_envs:"

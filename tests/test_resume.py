@@ -13,8 +13,9 @@ from tests.programs import SERIAL, load, main, read_logs, refusal
 from tests.test_program import LOG, STATISTICS, serial_run, small_run
 from torchbeast import ranks
 from torchbeast import run as run_module
+from torchbeast.log_writer import COLUMNS
 from torchbeast.messages import Stop
-from torchbeast.run import COLUMNS, Run
+from torchbeast.run import Run
 
 
 def test_same_command_resumes_where_it_was(trained):

@@ -15,7 +15,8 @@ To understand X, open Y, in the order of the way from an environment to a gradie
     normalization.py  running statistics of observations and rewards
     replay.py         what was seen before, for targets.py and V-trace
     ranks.py          several learners: who votes, what is summed
-    run.py            logs and the run's directory; checkpoint.py: model.tar
+    run.py            a run's directory and counters; checkpoint.py: model.tar
+    log_writer.py     logs.csv, and what its columns mean; logs.py reads it
     program.py        a program's command line; flags.py: flags that all have
     play.py           --mode test; evaluation.py: the same beside training
     process.py        signals, and how processes end; messages.py: what they say

@@ -1,12 +1,11 @@
-"""Files that no killed process spoils: locks, atomic writes, logs."""
+"""Files that no killed process spoils: locks, atomic writes, links."""
 
 import contextlib
-import csv
 import fcntl
-import io
 import os
 import pathlib
 import platform
+import secrets
 import stat
 import tempfile
 
@@ -112,32 +111,16 @@ def write_atomically(path, data):
         raise
 
 
-def cut_log(path, step, new_columns=()):
-    """Cuts logs.csv back to the whole rows up to a step, and adds columns that are
-    empty in these rows. Returns the columns.
-
-    Rows after that step are of a run that was killed: their updates are made again.
-    """
-    with open(path, newline="", errors="replace") as f:
-        lines = (line.replace("\0", "") for line in f if len(line) < 100_000)
-        reader = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
-        columns = list(reader.fieldnames or ())
-        rows = [
-            row
-            for row in reader
-            if None not in row.values()
-            and row.get("step", "").isdecimal()
-            and int(row["step"]) <= step
-        ]
-    if "step" not in columns:
-        if path.stat().st_size > 0:
-            log.warning("%s is written anew: it has no column step", path)
-        columns, rows = [], []
-    columns += new_columns
-    text = io.StringIO(newline="")
-    if columns:
-        writer = csv.DictWriter(text, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
-    return columns
+def link(path, name):
+    """Has a link of this name, beside the path, lead to it."""
+    where = path.with_name(name)
+    new = path.with_name(f".{name}-{secrets.token_hex(4)}")
+    if where.exists() and not where.is_symlink():
+        log.warning("no link %s: something else is there", where)
+        return
+    try:
+        new.symlink_to(path.name)
+        os.replace(new, where)
+    except OSError as e:  # No symlinks here, or it is another user's.
+        new.unlink(missing_ok=True)
+        log.warning("no link %s: %s", where, e.strerror)

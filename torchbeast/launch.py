@@ -64,7 +64,7 @@ def make_slots(flags):
     return list(zip(core_shares(num), gpus))
 
 
-class Run:
+class Job:
     """One run of the program."""
 
     def __init__(self, name, command):
@@ -171,7 +171,7 @@ def launch(argv):
     if flags.list:
         print(*map(shlex.join, commands.values()), sep="\n")
         return 0
-    return run_all([Run(name, words) for name, words in commands.items()], slots)
+    return run_all([Job(name, words) for name, words in commands.items()], slots)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def parser():
     return p
 
 
-class Run:
+class RunLog:
     """What there is of a run: rows, flags {name: value}, points x and y."""
 
     def __init__(self, path, column, by):
@@ -144,7 +144,7 @@ def plot(flags):
     if flags.out.suffix not in (".png", ".svg"):
         raise BadInput(f"--out {flags.out}: expected a name that ends in .png or .svg")
     paths = dict.fromkeys(map(os.path.realpath, flags.runs))  # Once with `latest`.
-    runs = [Run(pathlib.Path(path), flags.column, flags.by) for path in paths]
+    runs = [RunLog(pathlib.Path(path), flags.column, flags.by) for path in paths]
     for run in runs:
         if len(run.x) == 0:
             log.warning("%s has no %s yet", run.path, flags.column)

@@ -2,8 +2,7 @@
 
 <savedir>/<xpid>/
     meta.json      flags, command, git commit, host, CPU, GPU, versions
-    logs.csv       a line every --log_interval_steps; columns: COLUMNS, and whatever
-                   the agent's learn() returns
+    logs.csv       a line every --log_interval_steps; columns: torchbeast/log_writer.py
     events.out.*   the same for TensorBoard
     out.log        what was printed; out.rank1.log, ... by the other learners
     launch.log     what torchbeast.launch started, and all that it printed
@@ -17,13 +16,11 @@
 """
 
 import contextlib
-import csv
 import json
 import math
 import os
 import pathlib
 import re
-import secrets
 import time
 from collections import deque
 
@@ -31,40 +28,8 @@ from torchbeast import checkpoint, files, machine, ranks, seeds, stages, torchru
 from torchbeast.display import Display
 from torchbeast.environment import NAME
 from torchbeast.flags import UNCOMPARED, command_line
+from torchbeast.log_writer import COLUMNS, LogWriter
 from torchbeast.messages import BadInput, Stop, log, setup_logging
-
-MAX_COLUMNS = 1000
-# Of logs.csv and TensorBoard. Beside them: the agent's statistics, means over the
-# updates since the line before; and episode/NAME for each NAME in the environment's
-# info["episode_metrics"], means over the episodes that have it.
-COLUMNS = {
-    "step": "agent steps learned from (T * B an update)",
-    "frames": "frames of the game: step times the environment's frame skip",
-    "seconds": "seconds of training so far, earlier sessions of the run included",
-    "sps": "steps per second since the line before",
-    "updates": "batches learned from so far",
-    "episodes": "reported episodes that ended since the line before",
-    "episode_return": "mean return of these episodes, unclipped; empty without one",
-    "episode_step": "mean length of these episodes in agent steps",
-    "training_episode_return": "mean return of the training episodes that ended; on "
-    "Atari each life is one",
-    "eval_return": "mean return of episodes beside training (--eval_interval_steps)",
-    "padding": "share of steps in batches that are none (--one_episode_rollouts); "
-    "step and sps count them",
-    "policy_lag": "updates between the weights a rollout began with and those it is "
-    "learned by, mean",
-    "environment_wait": "share of the time of a stream (PolyBeast) or an actor "
-    "(MonoBeast) in which environments stepped, or messages were on their way",
-    "inference_queue": "share in which the stream waited for an inference thread",
-    "inference": "share in which the network was evaluated",
-    "rollout_queue": "share in which the stream or actor waited for the learner",
-    "learner_wait": "share of the learner's time in which it waited for a batch",
-    "vote": "share in which it waited for the other learners",
-    "update": "share in which it learned",
-    "reduction": "share in which gradients were summed over the learners (NCCL: in "
-    "which that was launched)",
-    "rss_mb": "resident memory of the learner process, MiB; of several, of the first",
-}
 
 
 class Run:
@@ -87,10 +52,9 @@ class Run:
         self.frames_per_step = frames_per_step
         self.stage_seconds = dict  # Called for seconds so far: see stages.STAGES.
         self.take_metrics = list  # See Environment.take_metrics().
-        self._full = False  # Of columns.
         self._best = -math.inf  # Mean return of best.tar.
         self._saved_step = None  # Of model.tar.
-        self._checkpoint = self._lock = self._csv = self._tensorboard = None
+        self._checkpoint = self._lock = self._log = None
         self.display = None
         self.shown = "loss", math.nan  # A statistic.
         self._started = None
@@ -192,15 +156,12 @@ class Run:
         self._sums = {}
         if ranks.current.rank > 0:
             return
-        from torch.utils.tensorboard import SummaryWriter  # Slow to import.
-
         with self.disk_errors():
             if self.step == 0:
                 self._keep_aside()
             self._write_meta()
-            self._open_log(self.step)
-            self._tensorboard = SummaryWriter(self.path, purge_step=self.step or None)
-        self._link()
+            self._log = LogWriter(self.path, self.step)
+        files.link(self.path, "latest")
         log.info("to resume: %s", command_line(self.flags))
         self.display = Display(self)
 
@@ -224,39 +185,6 @@ class Run:
             "anew, %s has the logs of that attempt",
             aside,
         )
-
-    def _link(self):
-        """Has the link `latest` lead to this run."""
-        latest = self.path.parent / "latest"
-        link = self.path.parent / f".latest-{secrets.token_hex(4)}"
-        if latest.exists() and not latest.is_symlink():
-            log.warning("no link %s: something else is there", latest)
-            return
-        try:
-            link.symlink_to(self.path.name)
-            os.replace(link, latest)
-        except OSError as e:  # No symlinks here, or `latest` is another user's.
-            link.unlink(missing_ok=True)
-            log.warning("no link %s: %s", latest, e.strerror)
-
-    def _open_log(self, step=math.inf, new_columns=()):
-        """Cuts logs.csv back to the rows up to a step, adds columns, and opens it."""
-        if self._csv is not None:
-            self._csv.close()
-        path = self.path / "logs.csv"
-        columns = files.cut_log(path, step, new_columns)
-        self._csv = open(path, "a", newline="", buffering=1)
-        self._log = csv.DictWriter(self._csv, columns)
-
-    def _add_columns(self, new, row):
-        """Adds columns to the log. Returns the row without those that are too many."""
-        free = max(0, MAX_COLUMNS - len(self._log.fieldnames))
-        if len(new) > free and not self._full:
-            self._full = True
-            log.warning("%d columns are logged: %s is not", MAX_COLUMNS, new[free])
-        if free > 0:
-            self._open_log(new_columns=new[:free])
-        return {name: x for name, x in row.items() if name in self._log.fieldnames}
 
     def _write_meta(self):
         path = self.path / "meta.json"
@@ -386,12 +314,7 @@ class Run:
         row.update(stages.shares(stage_seconds, self._row_stages))
         self._row_at, self._row_stages = now, stage_seconds
         with self.disk_errors():
-            if new := [name for name in row if name not in self._log.fieldnames]:
-                row = self._add_columns(new, row)
-            self._log.writerow(row)
-            for name, x in row.items():
-                if name != "step" and x is not None:
-                    self._tensorboard.add_scalar(name, x, self.step)
+            self._log.write(row)
 
     def save(self, agent):
         """Writes model.tar, atomically: the agent, the counters, the flags, the random
@@ -447,12 +370,9 @@ class Run:
         """Closes what start() opened, whatever state the disk is in."""
         if self.display is not None:
             self.display.close()
-        for file in (self._tensorboard, self._csv, self._lock):
+        for file in (self._log, self._lock):
             if file is not None:
-                try:
-                    file.close()
-                except OSError as e:
-                    log.error("%s: %s", self.path, e.strerror)
+                file.close()
 
 
 def run_path(flags) -> pathlib.Path:

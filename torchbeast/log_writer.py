@@ -1,0 +1,125 @@
+"""What a run writes while it trains: logs.csv, and the same for TensorBoard.
+torchbeast/logs.py reads it.
+"""
+
+import csv
+import io
+import math
+
+from torchbeast.files import write_atomically
+from torchbeast.messages import log
+
+MAX_COLUMNS = 1000
+# Of logs.csv and TensorBoard. Beside them: the agent's statistics, means over the
+# updates since the line before; and episode/NAME for each NAME in the environment's
+# info["episode_metrics"], means over the episodes that have it.
+COLUMNS = {
+    "step": "agent steps learned from (T * B an update)",
+    "frames": "frames of the game: step times the environment's frame skip",
+    "seconds": "seconds of training so far, earlier sessions of the run included",
+    "sps": "steps per second since the line before",
+    "updates": "batches learned from so far",
+    "episodes": "reported episodes that ended since the line before",
+    "episode_return": "mean return of these episodes, unclipped; empty without one",
+    "episode_step": "mean length of these episodes in agent steps",
+    "training_episode_return": "mean return of the training episodes that ended; on "
+    "Atari each life is one",
+    "eval_return": "mean return of episodes beside training (--eval_interval_steps)",
+    "padding": "share of steps in batches that are none (--one_episode_rollouts); "
+    "step and sps count them",
+    "policy_lag": "updates between the weights a rollout began with and those it is "
+    "learned by, mean",
+    "environment_wait": "share of the time of a stream (PolyBeast) or an actor "
+    "(MonoBeast) in which environments stepped, or messages were on their way",
+    "inference_queue": "share in which the stream waited for an inference thread",
+    "inference": "share in which the network was evaluated",
+    "rollout_queue": "share in which the stream or actor waited for the learner",
+    "learner_wait": "share of the learner's time in which it waited for a batch",
+    "vote": "share in which it waited for the other learners",
+    "update": "share in which it learned",
+    "reduction": "share in which gradients were summed over the learners (NCCL: in "
+    "which that was launched)",
+    "rss_mb": "resident memory of the learner process, MiB; of several, of the first",
+}
+
+
+class LogWriter:
+    """Writes rows, {name: number or None}, to a run's logs.csv and to TensorBoard.
+
+    path: the run's directory. step: of the run, which may be resumed; what was logged
+    after it is cut off. All methods raise OSError, except for close().
+    """
+
+    def __init__(self, path, step):
+        from torch.utils.tensorboard import SummaryWriter  # Slow to import.
+
+        self._path = path / "logs.csv"
+        self._csv = None
+        self._full = False  # Of columns.
+        self._open(step)
+        self._tensorboard = SummaryWriter(path, purge_step=step or None)
+
+    def _open(self, step=math.inf, new_columns=()):
+        if self._csv is not None:
+            self._csv.close()
+        columns = cut_log(self._path, step, new_columns)
+        self._csv = open(self._path, "a", newline="", buffering=1)
+        self._writer = csv.DictWriter(self._csv, columns)
+
+    def write(self, row):
+        """Writes a row, which has a `step`. Adds columns that are new."""
+        if new := [name for name in row if name not in self._writer.fieldnames]:
+            row = self._add_columns(new, row)
+        self._writer.writerow(row)
+        for name, x in row.items():
+            if name != "step" and x is not None:
+                self._tensorboard.add_scalar(name, x, row["step"])
+
+    def _add_columns(self, new, row):
+        """Returns the row without those columns that are too many."""
+        free = max(0, MAX_COLUMNS - len(self._writer.fieldnames))
+        if len(new) > free and not self._full:
+            self._full = True
+            log.warning("%d columns are logged: %s is not", MAX_COLUMNS, new[free])
+        if free > 0:
+            self._open(new_columns=new[:free])
+        return {name: x for name, x in row.items() if name in self._writer.fieldnames}
+
+    def close(self):
+        """Closes the files, whatever state the disk is in."""
+        for file in (self._tensorboard, self._csv):
+            try:
+                file.close()
+            except OSError as e:
+                log.error("%s: %s", self._path.parent, e.strerror)
+
+
+def cut_log(path, step, new_columns=()):
+    """Cuts logs.csv back to the whole rows up to a step, and adds columns that are
+    empty in these rows. Returns the columns.
+
+    Rows after that step are of a run that was killed: their updates are made again.
+    """
+    with open(path, newline="", errors="replace") as f:
+        lines = (line.replace("\0", "") for line in f if len(line) < 100_000)
+        reader = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
+        columns = list(reader.fieldnames or ())
+        rows = [
+            row
+            for row in reader
+            if None not in row.values()
+            and row.get("step", "").isdecimal()
+            and int(row["step"]) <= step
+        ]
+    if "step" not in columns:
+        if path.stat().st_size > 0:
+            log.warning("%s is written anew: it has no column step", path)
+        columns, rows = [], []
+    columns += new_columns
+    text = io.StringIO(newline="")
+    if columns:
+        writer = csv.DictWriter(text, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
+    return columns
