@@ -505,47 +505,97 @@ class ActorPool {
       request.mutable_hello()->set_stream(actor->status.stream);
       request.mutable_hello()->set_connection(actor->status.reconnects);
     }
-    if (!writer->Write(request)) return;
-    request.clear_hello();
-
     const auto response = std::make_shared<protocol::Response>();
-    if (!read_response(reader, response.get())) return;
-    const protocol::Welcome& welcome = response->welcome();
-    check(welcome);
-    const int64_t num_envs = welcome.num_envs();
-    const Nest<ArraySpec> spec = decode_spec(welcome.step());
-    const Nest<ArraySpec> action_spec = decode_spec(welcome.action());
-    if (spec.structure->kind != Kind::kDict) {
-      throw std::invalid_argument("the server's step is " + spec.structure->describe() +
-                                  ", expected a dict");
-    }
-    check_rows(spec, num_envs);
-    check_rows(action_spec, num_envs);
-    const Room room(this, num_envs);
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      actor->status.state = "running";
-      actor->status.num_envs = num_envs;
-      actor->status.environment = welcome.environment();
-      reached_ = true;
-    }
-    changed_.notify_all();
+    if (!writer->Write(request) || !read_response(reader, response.get())) return;
+    check(response->welcome());
+    Conversation(this, actor, writer, reader, response).run();
+  }
 
-    const auto decode = [&] {
-      return decode_arrays(spec, {response, &response->step()});
-    };
-    Nest<Array> step = decode();
-    if (options_.step.structure != nullptr) {
-      try {
-        (void)options_.step.match(step, /*batch_dim=*/0);
-      } catch (const std::invalid_argument& e) {
-        throw std::invalid_argument(std::string("the server's step differs: ") +
-                                    e.what());
+ private:
+  // A stream's share of max_envs, for as long as it lasts.
+  class Room {
+   public:
+    Room(ActorPool* pool, int64_t num_envs) : pool_(pool), num_envs_(num_envs) {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      const int64_t left = pool_->options_.max_envs - pool_->num_envs_;
+      if (num_envs_ > left) {
+        throw std::runtime_error("the learner's memory is for " + std::to_string(left) +
+                                 " more environments, this stream has " +
+                                 std::to_string(num_envs_));
+      }
+      pool_->num_envs_ += num_envs_;
+    }
+    Room(const Room&) = delete;
+    Room& operator=(const Room&) = delete;
+    ~Room() {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      pool_->num_envs_ -= num_envs_;
+    }
+
+   private:
+    ActorPool* const pool_;
+    const int64_t num_envs_;
+  };
+
+  // What an actor does on one stream once the server has said Welcome: it asks for the
+  // agent's outputs, sends their actions, takes steps, and delivers rollouts.
+  class Conversation {
+   public:
+    Conversation(ActorPool* pool, Actor* actor, Writer* writer, Reader* reader,
+                 std::shared_ptr<protocol::Response> welcome)
+        : pool_(pool),
+          options_(pool->options_),
+          actor_(actor),
+          writer_(writer),
+          reader_(reader),
+          response_(std::move(welcome)),
+          num_envs_(response_->welcome().num_envs()),
+          spec_(decode_spec(response_->welcome().step())),
+          action_spec_(decode_spec(response_->welcome().action())),
+          room_(pool, (check_specs(), num_envs_)),
+          num_actions_(options_.burn_in + options_.unroll_length),
+          rollout_(num_actions_, spec_, options_.burn_in + 1, options_.one_episode),
+          width_(options_.one_episode ? 1 : num_envs_),
+          core_state_(for_each_environment(pool->initial_state_, num_envs_)) {
+      for (int64_t e = 0; e < num_envs_; e += width_) {
+        groups_.emplace_back().columns = {e, width_};
       }
     }
-    Nest<Array> core_state = for_each_environment(initial_state_, num_envs);
-    const auto input_structure = std::make_shared<const Structure>(
-        Structure{Kind::kTuple, {}, {*step.structure, *core_state.structure}});
+
+    // Returns when the other side has ended the stream.
+    void run() {
+      {
+        std::lock_guard<std::mutex> lock(pool_->mu_);
+        actor_->status.state = "running";
+        actor_->status.num_envs = num_envs_;
+        actor_->status.environment = response_->welcome().environment();
+        pool_->reached_ = true;
+      }
+      pool_->changed_.notify_all();
+      take_step();
+      check_step();
+      inputs_ = std::make_shared<const Structure>(
+          Structure{Kind::kTuple, {}, {*step_.structure, *core_state_.structure}});
+      double rollout_queue = 0;  // Seconds since the step before.
+      for (;;) {
+        const auto filled_at = Clock::now();
+        for (Group& group : groups_) advance(&group);
+        rollout_queue += internal::seconds_between(filled_at, Clock::now());
+        CallSeconds seconds;
+        encode_arrays({action_spec_.structure, infer(&seconds)},
+                      request_.mutable_action());
+        const auto asked_at = Clock::now();
+        if (!writer_->Write(request_)) return;
+        step_.leaves.clear();
+        if (!read_response(reader_, response_.get())) return;
+        const double environment_wait =
+            internal::seconds_between(asked_at, Clock::now());
+        take_step();
+        count_step(seconds, environment_wait, std::exchange(rollout_queue, 0));
+      }
+    }
+
+   private:
     // Environments that begin and end their rollouts together: all, or each alone. A
     // rollout has burn_in steps before the others, which repeat the one before; the
     // first one is filled whole.
@@ -555,93 +605,119 @@ class ActorPool {
       Nest<Array> initial_core_state;       // Before step 0.
       std::deque<Nest<Array>> core_states;  // Before each of the last steps.
     };
-    const bool one_episode = options_.one_episode;
-    const int64_t num_actions = options_.burn_in + options_.unroll_length;
-    Rollout rollout(num_actions, spec, options_.burn_in + 1, one_episode);
-    std::vector<Group> groups;
-    const int64_t width = one_episode ? 1 : num_envs;
-    for (int64_t e = 0; e < num_envs; e += width) {
-      groups.emplace_back().columns = {e, width};
+
+    void check_specs() const {
+      if (spec_.structure->kind != Kind::kDict) {
+        throw std::invalid_argument("the server's step is " +
+                                    spec_.structure->describe() + ", expected a dict");
+      }
+      check_rows(spec_, num_envs_);
+      check_rows(action_spec_, num_envs_);
     }
 
-    const auto count_begun = [&] {
-      std::lock_guard<std::mutex> lock(mu_);
-      rollouts_.begun += width;
-      actor->filling += width;
-    };
-    // Takes the newest step into the group's rollout.
-    const auto advance = [&](Group* group) {
+    void check_step() const {
+      if (options_.step.structure == nullptr) return;
+      try {
+        (void)options_.step.match(step_, /*batch_dim=*/0);
+      } catch (const std::invalid_argument& e) {
+        throw std::invalid_argument(std::string("the server's step differs: ") +
+                                    e.what());
+      }
+    }
+
+    void take_step() { step_ = decode_arrays(spec_, {response_, &response_->step()}); }
+
+    // Returns the agent's actions for the newest step. Its other outputs go into the
+    // rollouts.
+    std::vector<Array> infer(CallSeconds* seconds) {
+      Nest<Array> inputs{inputs_, {}};
+      for (const Array& array : step_.leaves) {
+        inputs.leaves.push_back(internal::as_one_step(array));
+      }
+      inputs.leaves.insert(inputs.leaves.end(), core_state_.leaves.begin(),
+                           core_state_.leaves.end());
+      const Nest<Array> result =
+          pool_->inference_batcher_->compute(inputs, nullptr, seconds);
+      const AgentOutputs outputs(result, action_spec_, *core_state_.structure);
+      core_state_.leaves = outputs.core_state;
+      for (Group& group : groups_) {
+        if (group.t < 0) continue;  // The action is ignored.
+        rollout_.write_outputs(group.t, outputs.structure, outputs.leaves,
+                               group.columns);
+        group.core_states.push_back(core_state_);
+        const auto most = static_cast<size_t>(options_.burn_in + 1);
+        if (group.core_states.size() > most) group.core_states.pop_front();
+      }
+      return outputs.action;
+    }
+
+    // Takes the newest step into the group's rollout. Delivers it if it is full, and
+    // begins the next one.
+    void advance(Group* group) {
       const Columns columns = group->columns;
       if (group->t < 0) {
         count_begun();
-        group->initial_core_state = core_state;
-        group->core_states = {core_state};
+        group->initial_core_state = core_state_;
+        group->core_states = {core_state_};
       }
-      rollout.write_step(++group->t, step.leaves, columns);
+      rollout_.write_step(++group->t, step_.leaves, columns);
       if (group->t == 0) return;
-      const bool last = one_episode && rollout.is_last(group->t, columns.begin);
-      if (group->t < num_actions && !last) return;
-      rollout.pad(group->t, columns);
+      const bool last =
+          options_.one_episode && rollout_.is_last(group->t, columns.begin);
+      if (group->t < num_actions_ && !last) return;
+      rollout_.pad(group->t, columns);
       for (int64_t e = columns.begin; e < columns.begin + columns.num; ++e) {
-        deliver(actor, rollout.of_environment(e, group->initial_core_state));
+        pool_->deliver(actor_, rollout_.of_environment(e, group->initial_core_state));
       }
       // What follows a last step is in no rollout.
       group->t = last ? -1 : options_.burn_in;
       if (last) return;
       count_begun();
-      rollout.begin_next(columns);
+      rollout_.begin_next(columns);
       group->initial_core_state = group->core_states.front();
-    };
-    for (Group& group : groups) advance(&group);
-    double rollout_queue = 0;  // Seconds since the step before.
-    for (;;) {
-      Nest<Array> inputs{input_structure, {}};
-      for (const Array& array : step.leaves) {
-        inputs.leaves.push_back(internal::as_one_step(array));
-      }
-      inputs.leaves.insert(inputs.leaves.end(), core_state.leaves.begin(),
-                           core_state.leaves.end());
-      CallSeconds seconds;
-      const Nest<Array> result = inference_batcher_->compute(inputs, nullptr, &seconds);
-      const AgentOutputs outputs(result, action_spec, *core_state.structure);
-      core_state.leaves = outputs.core_state;
-      for (Group& group : groups) {
-        if (group.t < 0) continue;  // The action is ignored.
-        rollout.write_outputs(group.t, outputs.structure, outputs.leaves,
-                              group.columns);
-        group.core_states.push_back(core_state);
-        const auto most = static_cast<size_t>(options_.burn_in + 1);
-        if (group.core_states.size() > most) group.core_states.pop_front();
-      }
-
-      encode_arrays({action_spec.structure, outputs.action}, request.mutable_action());
-      const auto asked_at = Clock::now();
-      if (!writer->Write(request)) return;
-      step.leaves.clear();
-      if (!read_response(reader, response.get())) return;
-      const auto answered_at = Clock::now();
-      step = decode();
-      {
-        std::lock_guard<std::mutex> lock(mu_);
-        for (const std::string& text : response->metrics()) {
-          if (metrics_.size() >= kMaxMetrics) break;
-          if ((metrics_bytes_ += text.size()) > kMaxMetricsWaiting) break;
-          metrics_.push_back(text);
-        }
-        actor->status.steps += num_envs;
-        stage_seconds_.inference_queue += seconds.queue;
-        stage_seconds_.inference += seconds.evaluation;
-        stage_seconds_.environment_wait +=
-            internal::seconds_between(asked_at, answered_at);
-        stage_seconds_.rollout_queue += std::exchange(rollout_queue, 0);
-      }
-      const auto filled_at = Clock::now();
-      for (Group& group : groups) advance(&group);
-      rollout_queue += internal::seconds_between(filled_at, Clock::now());
     }
-  }
 
- private:
+    void count_begun() {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      pool_->rollouts_.begun += width_;
+      actor_->filling += width_;
+    }
+
+    void count_step(const CallSeconds& seconds, double environment_wait,
+                    double rollout_queue) {
+      std::lock_guard<std::mutex> lock(pool_->mu_);
+      for (const std::string& text : response_->metrics()) {
+        if (pool_->metrics_.size() >= kMaxMetrics) break;
+        if ((pool_->metrics_bytes_ += text.size()) > kMaxMetricsWaiting) break;
+        pool_->metrics_.push_back(text);
+      }
+      actor_->status.steps += num_envs_;
+      pool_->stage_seconds_.inference_queue += seconds.queue;
+      pool_->stage_seconds_.inference += seconds.evaluation;
+      pool_->stage_seconds_.environment_wait += environment_wait;
+      pool_->stage_seconds_.rollout_queue += rollout_queue;
+    }
+
+    ActorPool* const pool_;
+    const Options& options_;
+    Actor* const actor_;
+    Writer* const writer_;
+    Reader* const reader_;
+    const std::shared_ptr<protocol::Response> response_;
+    protocol::Request request_;
+    const int64_t num_envs_;
+    const Nest<ArraySpec> spec_;  // Of a step.
+    const Nest<ArraySpec> action_spec_;
+    const Room room_;
+    const int64_t num_actions_;  // Of a rollout.
+    Rollout rollout_;            // Of all environments.
+    const int64_t width_;        // Environments of a group.
+    std::vector<Group> groups_;
+    Nest<Array> step_;        // The newest.
+    Nest<Array> core_state_;  // Before it.
+    std::shared_ptr<const Structure> inputs_;
+  };
+
   void deliver(Actor* actor, const Nest<Array>& rollout) {
     {
       std::unique_lock<std::mutex> lock(mu_);
@@ -686,31 +762,6 @@ class ActorPool {
    private:
     ActorPool* const pool_;
     Actor* const actor_;
-  };
-
-  // A stream's share of max_envs, for as long as it lasts.
-  class Room {
-   public:
-    Room(ActorPool* pool, int64_t num_envs) : pool_(pool), num_envs_(num_envs) {
-      std::lock_guard<std::mutex> lock(pool_->mu_);
-      const int64_t left = pool_->options_.max_envs - pool_->num_envs_;
-      if (num_envs_ > left) {
-        throw std::runtime_error("the learner's memory is for " + std::to_string(left) +
-                                 " more environments, this stream has " +
-                                 std::to_string(num_envs_));
-      }
-      pool_->num_envs_ += num_envs_;
-    }
-    Room(const Room&) = delete;
-    Room& operator=(const Room&) = delete;
-    ~Room() {
-      std::lock_guard<std::mutex> lock(pool_->mu_);
-      pool_->num_envs_ -= num_envs_;
-    }
-
-   private:
-    ActorPool* const pool_;
-    const int64_t num_envs_;
   };
 
   void check(const protocol::Welcome& welcome) const {
