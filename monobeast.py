@@ -18,7 +18,6 @@ it. Its actions are those taken on steps 0 to T - 1.
 """
 
 import queue
-import sys
 import threading
 from collections import deque
 
@@ -46,6 +45,7 @@ from torchbeast.machine import share_of_cores
 from torchbeast.messages import log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
+from torchbeast.process import leave
 from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.stages import Stopwatch
@@ -356,4 +356,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -22,7 +22,6 @@ rollout before it. Its actions are those taken on steps 0 to T - 1.
 import argparse
 import math
 import os
-import sys
 import threading
 
 import torch
@@ -43,6 +42,7 @@ from torchbeast.nests import map_structure
 from torchbeast.networks import Network
 from torchbeast.normalization import NormalizedRewards
 from torchbeast.policies import make_agent
+from torchbeast.process import leave
 from torchbeast.program import run_program
 from torchbeast.remote import streams, tls
 from torchbeast.remote.limits import MAX_ENVS
@@ -412,4 +412,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

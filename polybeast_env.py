@@ -13,7 +13,6 @@ nothing in here imports torch.
 import argparse
 import random
 import signal
-import sys
 import time
 from itertools import cycle, islice
 
@@ -22,7 +21,7 @@ from torchbeast import environment, images
 from torchbeast.flags import Parser, number, run_command, text_or_path
 from torchbeast.machine import num_cores
 from torchbeast.messages import BadInput, log
-from torchbeast.process import allow_open_files, handle_signals, ignore_again
+from torchbeast.process import allow_open_files, handle_signals, ignore_again, leave
 from torchbeast.remote import tls
 from torchbeast.remote.limits import MAX_ENVS
 
@@ -201,4 +200,4 @@ if __name__ == "__main__":
     # By its own name: server processes have to find create_env().
     from polybeast_env import main
 
-    sys.exit(main())
+    leave(main())

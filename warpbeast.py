@@ -15,7 +15,6 @@ rollout of T steps is one CUDA graph: nothing in it waits for Python.
 
 import os
 import re
-import sys
 from collections import deque
 
 import torch
@@ -28,6 +27,7 @@ from torchbeast.learner import Learner
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import Policies, check_policy, make_agent, policy_sizes
+from torchbeast.process import leave
 from torchbeast.program import run_program
 from torchbeast.run import Run
 from torchbeast.warp import autoreset
@@ -369,4 +369,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

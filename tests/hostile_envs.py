@@ -7,6 +7,7 @@ expression; without one, it trains.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import logging.config
 import multiprocessing
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 
 import gymnasium
@@ -207,6 +209,34 @@ class HasASimulator(Base):
 
 
 gymnasium.register("HasASimulator-v0", HasASimulator)
+
+
+@hostile
+class LeavesAThread(Base):
+    def __init__(self):
+        threading.Thread(target=threading.Event().wait).start()
+
+
+@hostile
+class LeavesATimer(Base):
+    def __init__(self):
+        with contextlib.suppress(ValueError):  # In a server's thread.
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+
+
+@hostile
+class ComputesInDoubles(Base):
+    def __init__(self):
+        torch.set_default_dtype(torch.float64)
+
+
+@hostile
+class HasTwoRewards(Base):
+    """reward is .*, expected one number"""
+
+    def reward(self):
+        return np.zeros(2)
 
 
 @hostile

@@ -18,6 +18,7 @@ PROGRAMS = {
 }
 # What they do to a process, and exceptions, is not for that of the tests.
 ALONE = {"ChangesDirectory", "ConfiguresLogging", "ExitsInConstructor", "RaisesInReset"}
+ALONE |= {"LeavesAThread", "LeavesATimer", "ComputesInDoubles"}
 
 
 @pytest.mark.survives(
@@ -50,7 +51,8 @@ def test_it_trains_or_is_one_line_and_nothing_is_left(
     assert not left, [cmdline(pid) for pid in left]
     if env.__doc__ is None:
         assert result.returncode == 0, result.stderr
-        assert "test it: python -m" in result.stderr.splitlines()[-1]
+        last = result.stderr.splitlines()[-2:]  # Behind it, what was left behind.
+        assert any("test it: python -m" in line for line in last)
         assert (tmp_path / "logs" / "x" / "model.tar").exists()
         return
     assert result.returncode in (1, 2), result.stderr

@@ -375,7 +375,9 @@ def test_what_an_environment_raises_is_its_own_and_the_last_line_names_the_call(
         assert lines[-1] == "step() of Raises raised KeyError: 'x'\n"
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), asyncio.CancelledError(), StopIteration()]
+)
 def test_what_is_no_exception_becomes_one(error):
     env = Environment(Raises(error))
     env.initial()

@@ -6,6 +6,7 @@ No torch in here: environment servers import this file.
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -40,7 +41,8 @@ def end():
 
 
 class EnvironmentRaised(RuntimeError):
-    """Takes the place of what is no Exception: sys.exit() in an environment."""
+    """Takes the place of what is no Exception, such as sys.exit()'s, and of
+    StopIteration."""
 
     of_environment = True
 
@@ -83,7 +85,9 @@ class Call:
         with contextlib.suppress(AttributeError):  # Of exceptions with slots.
             error.of_environment = True
         note = f"{self.what} raised {first_line(error)}"
-        if not isinstance(error, Exception):
+        # A StopIteration would end whatever loop this call is made in, as if all were
+        # well.
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
             raise EnvironmentRaised(note) from error
         if not calls and hasattr(error, "add_note"):  # From Python 3.11 on.
             error.add_note(note)
@@ -201,6 +205,8 @@ def create(create_env, flags, num_envs, render_mode=None, seed=None):
     """Calls create_env(). Raises BadInput if it makes another number of
     environments."""
     env = None
+    torch = sys.modules.get("torch")
+    dtype = torch and torch.get_default_dtype()  # An environment may set it for itself.
     try:
         with _signals_deferred(), Call(f"create_env() of --env {flags.env}"):
             env = create_env(flags, num_envs, render_mode, seed)
@@ -208,6 +214,9 @@ def create(create_env, flags, num_envs, render_mode=None, seed=None):
         if env is not None:
             env.close()
         raise
+    finally:
+        if torch is not None:
+            torch.set_default_dtype(dtype)
     if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
             f"create_env() made {env.num_envs} environments, expected num_envs = "

@@ -43,7 +43,7 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
 from torchbeast import images
-from torchbeast.calls import Call, count_steps, create, tell_slow
+from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
 from torchbeast.old_gym import PETTINGZOO, as_gymnasium
@@ -335,7 +335,9 @@ def probe(create_env, flags, num_envs):
                 env.name,
             )
         try:
-            return env, first_step(env)
+            step = first_step(env)
+            try_step(env)
+            return env, step
         finally:
             env.close()
     finally:
@@ -352,3 +354,17 @@ def first_step(env, seed=0):
         return env.initial(seed)
     except BadStep as e:
         raise BadInput(f"environment {env.name}: {e}") from e
+
+
+def try_step(env):
+    """Raises BadInput if a step is not what the environment's spaces declare. Whatever
+    else an environment raises is left to actors and servers, which begin anew: it may
+    raise that only now and then."""
+    try:
+        env.step(env.actions.zeros())
+    except BadStep as e:
+        raise BadInput(f"environment {env.name}: {e}") from e
+    except NotWanted:
+        raise
+    except Exception:
+        pass

@@ -11,14 +11,16 @@ import os
 import resource
 import select
 import signal
+import sys
 import threading
 import time
 from multiprocessing import resource_tracker
 
-from torchbeast.messages import BadInput, Stop
+from torchbeast.messages import BadInput, Stop, log
 
 # What ends a program in order: Ctrl-C, a service manager, a terminal that is closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEAVE_S = 10
 
 
 def handle_signals(handler) -> dict:
@@ -292,3 +294,21 @@ def check_signals():
     """Raises Stop after a signal, if signals are handled. Any thread may call it."""
     if (signals := Signals.current) is not None:
         signals.check()
+
+
+def leave(code):
+    """Ends this program as sys.exit() does, but waits at most LEAVE_S for threads and
+    exit handlers that environments have left behind, and for no timer."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def insist():
+        time.sleep(LEAVE_S)
+        threads = set(threading.enumerate()) - {threading.main_thread()}
+        names = [thread.name for thread in threads if not thread.daemon]
+        what = f"thread {', '.join(names)}" if names else "an exit handler"
+        log.warning("ends without %s, which an environment left behind", what)
+        sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=insist, name="insist", daemon=True).start()
+    sys.exit(code)
