@@ -29,18 +29,18 @@ from torch import nn
 
 import polybeast_env
 import vtrace
-from torchbeast import agents, devices, ranks, replay, rollouts, seeds
+from atari_wrappers import is_atari
+from torchbeast import agents, devices, distributions, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import ResidualBlock, initialize, summary
+from torchbeast.encoders import initialize, summary
 from torchbeast.environment import probe
-from torchbeast.flags import Parser, agent_parser, number, run_parser
-from torchbeast.gradients import set_gradients
+from torchbeast.flags import Parser, agent_parser, by_environment, number, run_parser
+from torchbeast.gradients import means, set_gradients
+from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
-from torchbeast.machine import share_of_cores
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.nests import map_structure
 from torchbeast.networks import Network
-from torchbeast.normalization import NormalizedRewards
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
 from torchbeast.program import run_program
@@ -59,7 +59,10 @@ PRESETS = {
     "a2c": dict(
         num_actors=0, envs_per_actor=16, batch_size=16, num_envs=16, unroll_length=5,
         learning_rate=7e-4, baseline_cost=1.0, loss_reduction="mean",
-        grad_norm_clipping=0.5, net="nature",
+        grad_norm_clipping=0.5, net="nature", entropy_cost=0.01, num_epochs=1,
+        reward_clipping="abs_one", normalize_rewards=False,
+        normalize_observations=False, vtrace_lambda=1.0, ratio_clipping=0.0,
+        separate_value=False,
     ),
 }  # fmt: skip
 
@@ -80,20 +83,12 @@ def parser():
                    metavar="X", help="part of what is learned from that was seen "
                    "before; V-trace corrects for its age (default: %(default)s)")
     replay.add_size_flag(g, 100_000)
+    agents.add_impala_flags(g)
 
     g = p.add_argument_group("optimizer (RMSProp)")
-    g.add_argument("--learning_rate", type=number(float, above=0), default=1e-3,
-                   metavar="X", help="learning rate, which falls linearly to 0 at "
-                   "--total_steps (default: %(default)s)")
-    g.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,
-                   metavar="X", help="smoothing constant (default: %(default)s)")
-    g.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
-                   help="momentum (default: %(default)s)")
-    g.add_argument("--epsilon", type=number(float, above=0), default=1e-5, metavar="X",
-                   help="term added to the denominator (default: %(default)s)")
-    g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
-                   metavar="X", help="largest gradient norm (default: %(default)s)")
+    agents.add_rmsprop_flags(g)
     # fmt: on
+    by_environment(p, *agents.BY_ENVIRONMENT)  # See Agent.defaults().
     return p
 
 
@@ -103,8 +98,8 @@ class Net(Network):
 
     forward(step, core_state) takes a dict of tensors [T, B, ...] and returns (outputs,
     core_state): outputs["policy_logits"] [T, B, P], the parameters of the distribution
-    of actions (torchbeast/distributions.py), and outputs["baseline"] [T, B], both
-    float32.
+    of actions (torchbeast/distributions.py), and, in training, outputs["baseline"]
+    [T, B], both float32.
     """
 
     def make_heads(self, num_features):
@@ -115,10 +110,10 @@ class Net(Network):
 
     def heads(self, x):
         """The outputs [N, ...] for features x [N, F]; loss() gets all of them."""
-        return {
-            "policy_logits": self.policy(x),
-            "baseline": self.baseline(x).squeeze(-1),
-        }
+        return {"policy_logits": self.policy(x)}
+
+    def value_heads(self, x):
+        return {"baseline": self.baseline(x).squeeze(-1)}
 
 
 class Agent(agents.Agent):
@@ -130,14 +125,34 @@ class Agent(agents.Agent):
 
     mixer = None  # With --replay_fraction, a replay.Mixer.
 
-    def __init__(self, flags, observation_space, action_space):
-        super().__init__(flags, observation_space, action_space)
-        if flags.normalize_rewards:
-            self.normalized_rewards = NormalizedRewards(flags.discounting)
+    def defaults(self, observation_space, action_space):
+        """Returns {flag: its value where the command line has none}, by the kind of
+        environment. Atari's are those of docs/learning.md."""
+        flags, atari = self.flags, is_atari(self.flags.env)
+        # Any price of a Gaussian's entropy would pay for larger deviations without end.
+        gaussian = distributions.make(action_space).log_stds.any()
+        rewards = dict(
+            reward_clipping="abs_one" if atari else "none",
+            normalize_rewards=not atari and flags.reward_clipping is None,
+        )
+        if has_images(observation_space):
+            return rewards | dict(
+                separate_value=False, normalize_observations=False, vtrace_lambda=1.0,
+                ratio_clipping=0.0, entropy_cost=0.0 if gaussian else 0.01,
+                num_epochs=1, learning_rate=1e-3,
+            )  # fmt: skip
+        # With 1e-3 for 80 steps, a policy changed by 0.7 nats an update.
+        rate = math.sqrt(flags.unroll_length * flags.batch_size / 80)
+        rate *= 2e-4 if gaussian else 3e-4
+        return rewards | dict(
+            separate_value=not flags.use_lstm, normalize_observations=True,
+            vtrace_lambda=0.95, ratio_clipping=0.2, learning_rate=min(1e-3, rate),
+            entropy_cost=0.0 if gaussian else 0.001, num_epochs=4 if gaussian else 1,
+        )  # fmt: skip
 
     def make_net(self, observation_space, action_space):
-        encoder = self.make_encoder(observation_space)
-        return Net(encoder, action_space, self.flags.use_lstm)
+        make = self.make_encoders if self.flags.separate_value else self.make_encoder
+        return Net(make(observation_space), action_space, self.flags.use_lstm)
 
     @torch.inference_mode()
     def act(self, step, core_state, greedy=False):
@@ -168,8 +183,8 @@ class Agent(agents.Agent):
         )
 
     def learn(self, batch):
-        """Makes one gradient step on one batch [T + 1, B, ...]. Returns what is logged:
-        {name: tensor [] or number}, the loss first.
+        """Makes --num_epochs gradient steps on one batch [T + 1, B, ...]. Returns what
+        is logged, means over them: {name: tensor [] or number}, the loss first.
 
         grad_norm is the gradient's norm before clipping. loss() describes the others.
         """
@@ -182,13 +197,15 @@ class Agent(agents.Agent):
         self.set_learning_rate(learning_rate)
         parameters = list(self.net.parameters())
         mixed, logged = (batch, {}) if self.mixer is None else self.mixer.mix(batch)
-        statistics = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
-        grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
-        self.optimizer.step()
+        steps, clipping = [], self.flags.grad_norm_clipping
+        for _ in range(self.flags.num_epochs):  # V-trace corrects for those before.
+            x = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
+            x["grad_norm"] = nn.utils.clip_grad_norm_(parameters, clipping)
+            self.optimizer.step()
+            steps.append(x)
         self.update_statistics(batch)
         self.count()
-        logged.update(grad_norm=grad_norm, learning_rate=learning_rate)
-        return {**statistics, **logged}
+        return {**means(steps), **logged, "learning_rate": learning_rate}
 
     def loss(self, batch, outputs):
         """Returns the loss of rollouts [T + 1, B, ...], for which the net returned
@@ -213,6 +230,8 @@ class Agent(agents.Agent):
             mask=~batch["done"][1:],
             baseline_cost=self.flags.baseline_cost,
             entropy_cost=self.flags.entropy_cost,
+            ratio_clipping=self.flags.ratio_clipping,
+            lambda_=self.flags.vtrace_lambda,
             reduction=self.flags.loss_reduction,
         )
         return losses.total, {
@@ -226,14 +245,12 @@ class Agent(agents.Agent):
         """Returns the learning rate of the next update."""
         # RMSProp's mean of squares begins at zero. Uncorrected, its first steps are ten
         # times too long, which was seen to kill most of the network's ReLUs on Pong.
-        correction = math.sqrt(1 - self.flags.alpha ** (self.updates + 1))
+        steps = self.updates * self.flags.num_epochs
+        correction = math.sqrt(1 - self.flags.alpha ** (steps + 1))
         return self.flags.learning_rate * correction * self.fraction_left()
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        if self.optimizer is not None and self.flags.momentum > 0:
-            for parameter, state_of in self.optimizer.state.items():  # It may be new.
-                state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
         if self.mixer is not None:
             self.mixer.say_empty(self.step)
 
@@ -393,11 +410,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
     threads.add("actors", lambda: streams.run(actors))
     for i in range(flags.num_inference_threads):
         threads.add(f"inference-{i}", infer)
-    # An update's share of all that a step costs on a CPU, with Atari's environments.
-    # (With more, runs of the shallow network were slower by a third.)
-    modules = learner.agent.net.modules()
-    share = 0.75 if any(isinstance(m, ResidualBlock) for m in modules) else 0.45
-    num_cores = share_of_cores(share, flags.num_learner_threads)
+    num_cores = devices.num_learner_cores(learner.agent.net, flags)
     for i in range(flags.num_learner_threads):
         threads.add(f"learner-{i}", learn, num_cores)
     watched = streams.Streams(actors, flags, env.name, servers)

@@ -29,7 +29,7 @@ from torchbeast.images import has_images
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.networks import Network
-from torchbeast.normalization import NormalizedRewards, RunningStatistics
+from torchbeast.normalization import RunningStatistics
 
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
 PRESETS = {
@@ -97,25 +97,10 @@ class Net(Network):
         initialize(self.baseline, gain=1)
 
     def heads(self, x):
-        n = self.baseline.in_features  # Of two encoders, both have so many.
-        outputs = {"policy_logits": self.policy(x[:, :n])}
-        if self.training:
-            outputs["baseline"] = self.baseline(x[:, -n:]).squeeze(-1)
-        return outputs
+        return {"policy_logits": self.policy(x)}
 
-
-class TwoEncoders(nn.Module):
-    """Features for the policy, then, but for eval(), as many for the value."""
-
-    def __init__(self, policy, value):
-        super().__init__()
-        self.policy, self.value = policy, value
-        self.out_features = policy.out_features
-
-    def forward(self, x):
-        if not self.training:
-            return self.policy(x)
-        return torch.cat([self.policy(x), self.value(x)], dim=1)
+    def value_heads(self, x):
+        return {"baseline": self.baseline(x).squeeze(-1)}
 
 
 class Agent(agents.Agent):
@@ -123,20 +108,10 @@ class Agent(agents.Agent):
 
     numbers = "tanh"
 
-    def __init__(self, flags, observation_space, action_space):
-        super().__init__(flags, observation_space, action_space)
-        if flags.normalize_rewards:
-            self.normalized_rewards = NormalizedRewards(flags.discounting)
-
-    def make_encoder(self, observation_space):
-        def make():
-            return super(Agent, self).make_encoder(observation_space)
-
-        shared = has_images(observation_space) or self.flags.use_lstm
-        return make() if shared else TwoEncoders(make(), make())
-
     def make_net(self, observation_space, action_space):
-        encoder = self.make_encoder(observation_space)
+        shared = has_images(observation_space) or self.flags.use_lstm
+        make = self.make_encoder if shared else self.make_encoders
+        encoder = make(observation_space)
         return Net(encoder, action_space, self.flags.use_lstm)
 
     @torch.inference_mode()

@@ -155,10 +155,12 @@ def from_importance_weights(
         v_s - V(x_s) = delta_s + gamma_s * c_s * (v_{s+1} - V(x_{s+1}))
         delta_s      = min(rho_bar, rho_s) * (r_s + gamma_s * V(x_{s+1}) - V(x_s))
         c_s          = lambda * min(c_bar, rho_s)
-        advantage_s  = min(pg_rho_bar, rho_s) * (r_s + gamma_s * v_{s+1} - V(x_s))
+        advantage_s  = min(pg_rho_bar, rho_s) * (r_s + gamma_s * q_{s+1} - V(x_s))
+        q_s          = lambda * v_s + (1 - lambda) * V(x_s)
 
-    with v_T = V(x_T). Where mask is False, v_s = V(x_s) and the advantage is 0, so that
-    the step before it is bootstrapped from V(x_s) itself.
+    with v_T = V(x_T). In the paper, where lambda is 1, q is v. (Where pi is mu, these
+    are GAE's advantages, arXiv 1506.02438.) Where mask is False, v_s = V(x_s) and the
+    advantage is 0, so that the step before it is bootstrapped from V(x_s) itself.
 
     No gradient flows through the result: both fields are targets. With c_bar above 1
     or None, products of c over many steps may overflow.
@@ -193,9 +195,9 @@ def from_importance_weights(
     # v_s - V(x_s) = delta_s + decay_s * (v_{s+1} - V(x_{s+1})).
     vs = values + discounted_sums(deltas, decays)
 
-    next_vs = torch.cat([vs[1:], bootstrap_value[None]])
+    next_qs = torch.cat([values[1:].lerp(vs[1:], lambda_), bootstrap_value[None]])
     advantages = _clip(rhos, clip_pg_rho_threshold) * (
-        rewards + discounts * next_vs - values
+        rewards + discounts * next_qs - values
     )
     return VTraceReturns(vs=vs, pg_advantages=_where(mask, advantages))
 
@@ -240,9 +242,14 @@ def compute_losses(
     baseline_cost: float,
     entropy_cost: float,
     reduction: str = "sum",
+    ratio_clipping: float = 0.0,  # PPO's epsilon. 0: none.
     **thresholds: float | None,  # As of from_importance_weights.
 ) -> Losses:
-    """IMPALA's loss for any policy: V-trace, the three losses, and their sum."""
+    """IMPALA's loss for any policy: V-trace, the three losses, and their sum.
+
+    With ratio_clipping an advantage is 0 where PPO's objective is flat (equation (7) of
+    arXiv 1707.06347): pi / mu is above 1 + epsilon, or below 1 - epsilon if it is < 0.
+    """
     returns = from_log_probs(
         behavior_log_probs=behavior_log_probs,
         target_log_probs=target_log_probs,
@@ -254,8 +261,11 @@ def compute_losses(
         **thresholds,
     )
     _check_like("target_entropies", target_entropies, returns.log_rhos, "log_rhos")
-    log_probs = returns.target_action_log_probs
-    pg_loss = _reduce(-log_probs * returns.pg_advantages, mask, reduction)
+    log_probs, advantages = returns.target_action_log_probs, returns.pg_advantages
+    if ratio_clipping > 0:
+        change = (returns.log_rhos.exp() - 1) * advantages.sign()
+        advantages = _where(change <= ratio_clipping, advantages)
+    pg_loss = _reduce(-log_probs * advantages, mask, reduction)
     baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
     entropy_loss = _reduce(-target_entropies, mask, reduction)
     total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss

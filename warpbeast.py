@@ -43,7 +43,8 @@ WARPDRIVE = dict(
     env="warp/TagGridWorld", num_envs=2000, unroll_length=100, hidden_sizes=[32, 32],
     discounting=0.98, learning_rate=1e-3, baseline_cost=2.0, entropy_cost=0.05,
     grad_norm_clipping=3.0, reward_clipping="none", loss_reduction="mean",
-    num_epochs=1, num_minibatches=1, gae_lambda=1.0,
+    num_epochs=1, num_minibatches=1, gae_lambda=1.0, vtrace_lambda=1.0,
+    ratio_clipping=0.0, separate_value=False, normalize_observations=False,
 )  # fmt: skip
 ENV_ARGS = [("size", 100), ("random_starts", False)]
 PRESETS = {

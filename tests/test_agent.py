@@ -415,7 +415,10 @@ BATCH = {
 
 
 def test_first_updates_are_no_longer_than_later_ones():
-    flags = parse("--learning_rate", 0.01, "--epsilon", 1e-8, "--total_steps", 10**9)
+    flags = parse(
+        "--reward_clipping", "none", "--learning_rate", 0.01, "--epsilon", 1e-8,
+        "--total_steps", 10**9,
+    )  # fmt: skip
     agent = OneWeight(flags, None, spaces.Discrete(2))
     agent.start_learning(CPU)
     for _ in range(300):  # The same gradient each time: every step has the same length.
@@ -425,7 +428,7 @@ def test_first_updates_are_no_longer_than_later_ones():
 
 
 def test_learning_rate_falls_to_zero_at_the_last_step():
-    flags = parse("--total_steps", T * B * 100)
+    flags = parse("--reward_clipping", "none", "--total_steps", T * B * 100)
     agent = OneWeight(flags, None, spaces.Discrete(2))
     agent.start_learning(CPU)
     rates = [agent.learn(BATCH)["learning_rate"] for _ in range(110)]
@@ -434,7 +437,7 @@ def test_learning_rate_falls_to_zero_at_the_last_step():
 
 
 def test_gradients_are_clipped_and_their_norm_before_that_is_logged():
-    flags = parse("--grad_norm_clipping", 2)
+    flags = parse("--reward_clipping", "none", "--grad_norm_clipping", 2)
     agent = OneWeight(flags, None, spaces.Discrete(2))
     agent.start_learning(CPU)
     assert agent.learn(BATCH)["grad_norm"] == pytest.approx(5)

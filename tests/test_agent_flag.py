@@ -45,7 +45,7 @@ def test_an_agent_of_a_users_own_runs_in_either_program(savedir, module):
     assert [int(row["step"]) for row in rows] == [40, 80, 120, 160, 200]
     assert [float(row["sum_difference"]) for row in rows] == 5 * [0]
     assert "sum_difference" not in COLUMNS
-    assert load(savedir)["agent"]["model"]["encoder.1.num_batches_tracked"] == 5
+    assert load(savedir)["agent"]["model"]["encoder.encoder.1.num_batches_tracked"] == 5
     assert "--agent tests.batch_norm_agent" in result.stderr.splitlines()[-1]
     test = ("--mode", "test", "--num_test_episodes", 1)
     assert main(*flags_of(module, savedir, *flags, *test), module=module)[0] == 0

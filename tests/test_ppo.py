@@ -48,7 +48,7 @@ def collect(*args, env=envs.Memory):
     torch.manual_seed(1)
     agent = ppo.Agent(flags, env.observation_space, env.action_space)
     nn.init.normal_(agent.net.policy.weight)  # Not uniform.
-    _, buffers, arrays = make_actor(flags, env)
+    _, buffers, arrays = make_actor(flags, env, agent=agent)
     actor = monobeast.Actor(flags, env, agent, 5)
     for _ in range(3):
         actor.rollout(arrays, list(range(B)))

@@ -36,10 +36,13 @@ def test_same_command_resumes_where_it_was(trained):
     assert meta["first_step"] == 400 and len(meta["earlier_sessions"]) == 1
 
 
-def test_a_checkpoint_of_before_there_were_agents_resumes(trained):
+def test_a_checkpoint_of_before_there_were_agents_resumes(savedir):
     """The agent's entries were the checkpoint's own, --agent was no flag."""
-    path = trained / "x" / "model.tar"
-    checkpoint = load(trained)
+    as_then = ("--use_lstm", "--no-normalize_observations", "--reward_clipping=abs_one")
+    result = main(*serial_run(savedir, *as_then, steps=400))
+    assert result.returncode == 0, result.stderr
+    path = savedir / "x" / "model.tar"
+    checkpoint = load(savedir)
     agent = checkpoint.pop("agent")
     assert (agent["step"], agent["updates"]) == (400, 10)
     for name in ("agent", "command"):
@@ -48,12 +51,12 @@ def test_a_checkpoint_of_before_there_were_agents_resumes(trained):
     # RMSprop's schedule was in an object of its own.
     old["scheduler"] = {"last_epoch": 10, "_step_count": 11, "base_lrs": [2.5e-4]}
     torch.save(old, path)
-    test = main(*serial_run(trained, "--mode", "test", "--num_test_episodes", 1))
+    test = main(*serial_run(savedir, "--mode", "test", "--num_test_episodes", 1))
     assert test.returncode == 0 and "step 400" in test.stdout, test.stderr
-    result = main(*serial_run(trained, *LOG, steps=480))
+    result = main(*serial_run(savedir, *as_then, *LOG, steps=480))
     assert result.returncode == 0, result.stderr
-    assert [int(row["updates"]) for row in read_logs(trained / "x")] == [11, 12]
-    new = load(trained)["agent"]
+    assert [int(row["updates"]) for row in read_logs(savedir / "x")][-2:] == [11, 12]
+    new = load(savedir)["agent"]
     assert new["step"] == 480 and new["optimizer"]["state"][0]["step"] == 12
 
 

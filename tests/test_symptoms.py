@@ -114,7 +114,8 @@ def test_a_run_says_both(savedir, monkeypatch):
     Explodes.steps = 0
     env = "tests.envs:torchbeast/Bandit-v0"
     serial = "--num_actors", 0
-    result = main(*args("monobeast", savedir, *serial, env=env, steps=2000))
+    flags = *serial, "--reward_clipping", "abs_one"
+    result = main(*args("monobeast", savedir, *flags, env=env, steps=2000))
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("% of the rewards that are not 0 are clipped") == 1
     assert "and was" not in result.stderr

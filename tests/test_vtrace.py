@@ -119,7 +119,10 @@ def slow_vtrace(
         for s in range(T):
             vs[s, b] = v[s]
             if real[s]:
-                advantage = r[s] + gamma[s] * v[s + 1] - V[s]
+                q = v[s + 1]
+                if s + 1 < T:
+                    q = lambda_ * q + (1 - lambda_) * V[s + 1]
+                advantage = r[s] + gamma[s] * q - V[s]
                 advantages[s, b] = clip(rho[s], pg_rho_bar) * advantage
     return vs, advantages
 
@@ -555,6 +558,29 @@ def test_the_total_is_the_weighted_sum_of_three_losses(
         assert_close(policy_grad, gradient)
     if weights.isfinite().all():
         assert_close(values_grad, -0.7 * weights * errors)
+
+
+@fifty_times
+@given(kwargs=examples, masked=st.booleans())
+def test_a_clipped_ratio_has_the_gradient_of_ppo_where_it_is_at_most_one(
+    kwargs, masked
+):
+    kwargs = only(kwargs, *LOSSES)
+    kwargs["mask"] = kwargs["mask"] if masked else None
+    costs = dict(baseline_cost=0.0, entropy_cost=0.0, ratio_clipping=0.2)
+    kwargs = with_log_probs(kwargs)
+    policy = kwargs["target_log_probs"].detach().requires_grad_()
+    kwargs["target_log_probs"] = policy
+    losses = vtrace.compute_losses(**kwargs, **costs)
+    (got,) = torch.autograd.grad(losses.total, policy)
+
+    ratio = (policy - kwargs["behavior_log_probs"]).exp()
+    at_most_one = ratio.detach().clamp(max=1)
+    advantages = losses.vtrace.pg_advantages / at_most_one
+    clipped = ratio.clamp(0.8, 1.2)
+    ppo = -torch.min(ratio * advantages, clipped * advantages).sum()
+    (expected,) = torch.autograd.grad(ppo, policy)
+    assert_close(got, expected * at_most_one / ratio.detach())
 
 
 # --- A caller's mistakes. ------------------------------------------------------------

@@ -4,16 +4,25 @@ An agent is a module with parser(), the flags of its network, loss and optimizer
 subclass of Agent, which says what the network is, how it acts and what it learns.
 """
 
+import argparse
+
+import torch
 from torch import nn
 
 from torchbeast import distributions, encoders, normalization, rollouts
 from torchbeast.checkpoint import load_weights
-from torchbeast.flags import number
+from torchbeast.flags import fill_in, number
+from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
-from torchbeast.normalization import NormalizedEncoder
+from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
 
 # What networks read of a step.
 READ = "observation", "reward", "done", "last_action"
+# IMPALA's flags whose defaults depend on the environment.
+BY_ENVIRONMENT = (
+    "reward_clipping", "normalize_rewards", "normalize_observations", "vtrace_lambda",
+    "ratio_clipping", "entropy_cost", "num_epochs", "learning_rate", "separate_value",
+)  # fmt: skip
 
 
 def add_network_flags(group, net):
@@ -49,6 +58,39 @@ def add_actor_critic_flags(group):
     normalization.add_reward_flag(group)
 
 
+def add_impala_flags(group):
+    """Adds the flags of what the paper on IMPALA does not have."""
+    # fmt: off
+    group.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
+                       help="networks of their own for policy and value")
+    group.add_argument("--vtrace_lambda", type=number(float, 0, 1), metavar="LAMBDA",
+                       help="decay of V-trace's traces")
+    group.add_argument("--ratio_clipping", type=number(float, 0), metavar="X",
+                       help="have no action's probability change by more than this "
+                       "part of it, as in PPO; 0: do not limit the change")
+    # fmt: on
+
+
+def add_rmsprop_flags(group):
+    """Adds the flags of IMPALA's optimizer."""
+    # fmt: off
+    group.add_argument("--num_epochs", type=number(int, 1), metavar="N",
+                       help="gradient steps on each batch")
+    group.add_argument("--learning_rate", type=number(float, above=0), metavar="X",
+                       help="learning rate, which falls linearly to 0 at --total_steps")
+    group.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,
+                       metavar="X", help="smoothing constant (default: %(default)s)")
+    group.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
+                       help="momentum (default: %(default)s)")
+    group.add_argument("--epsilon", type=number(float, above=0), default=1e-5,
+                       metavar="X", help="term added to the denominator "
+                       "(default: %(default)s)")
+    group.add_argument("--grad_norm_clipping", type=number(float, above=0),
+                       default=40.0, metavar="X", help="largest gradient norm "
+                       "(default: %(default)s)")
+    # fmt: on
+
+
 class Agent:
     """What a program needs of an agent. Everything is time-major: [T, B, ...].
 
@@ -62,7 +104,7 @@ class Agent:
     learned       {name: what else is learned, with state_dict() and load_state_dict()},
                   which a checkpoint has, too. start_learning() may add to it.
     normalized_rewards
-                  normalization.NormalizedRewards, if a subclass makes one: core_state
+                  normalization.NormalizedRewards, with --normalize_rewards: core_state
                   then is (the net's, that of the rewards).
     """
 
@@ -71,13 +113,21 @@ class Agent:
 
     def __init__(self, flags, observation_space, action_space):
         self.flags = flags
+        fill_in(flags, self.defaults(observation_space, action_space))
         self.observation_space, self.action_space = observation_space, action_space
         self.distribution = self.make_distribution(action_space)
         self.net = self.normalized(self.make_net(observation_space, action_space))
         self.normalized_rewards = None
+        if getattr(flags, "normalize_rewards", False):
+            self.normalized_rewards = NormalizedRewards(flags.discounting)
         self.optimizer = None
         self.step = self.updates = 0
         self.learned = {}
+
+    def defaults(self, observation_space, action_space):
+        """Returns {name of a flag: its value where the command line has none}, for the
+        flags that parser() names in flags.by_environment()."""
+        return {}
 
     def make_distribution(self, action_space):
         """Returns the distribution of actions (torchbeast/distributions.py)."""
@@ -90,15 +140,23 @@ class Agent:
             observation_space, flags.net, bfloat16, self.numbers, flags.hidden_sizes
         )
 
+    def make_encoders(self, observation_space):
+        """Returns two of make_encoder()'s modules as one, for policy and value. Where
+        they share one, the gradients of the value may drown the policy's."""
+        if self.flags.use_lstm:
+            raise BadInput("--separate_value: not with --use_lstm")
+        policy = self.make_encoder(observation_space)
+        return encoders.TwoEncoders(policy, self.make_encoder(observation_space))
+
     def make_net(self, observation_space, action_space):
         """Returns the module that acts. Its `encoder` is what observations that are
         normalised go to."""
         raise NotImplementedError
 
     def normalized(self, net):
-        """Returns the network with its `encoder` replaced, where observations are
-        normalised. All networks of an agent have the same statistics."""
-        if self.flags.normalize_observations:
+        """Returns the network with its `encoder`, if it has one, replaced, where
+        observations are normalised. Networks of an agent have the same statistics."""
+        if self.flags.normalize_observations and hasattr(net, "encoder"):
             before = getattr(self, "net", None)
             statistics = None if before is None else before.encoder.statistics
             space = self.observation_space
@@ -173,7 +231,7 @@ class Agent:
     def update_statistics(self, batch):
         """Takes the batch into the statistics that observations and rewards are
         normalised by."""
-        if self.flags.normalize_observations:
+        if isinstance(getattr(self.net, "encoder", None), NormalizedEncoder):
             new = rollouts.new(batch)
             observation = map_structure(lambda x: x[new], batch["observation"])
             self.net.encoder.update(observation)
@@ -214,3 +272,6 @@ def load_optimizer(optimizer, state):
     optimizer.load_state_dict(state)
     for group, group_options in zip(optimizer.param_groups, options):
         group.update(group_options)
+    if optimizer.defaults.get("momentum", 0) > 0:
+        for parameter, state_of in optimizer.state.items():  # It may be new.
+            state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -7,7 +7,9 @@ import re
 import torch
 
 from torchbeast import ranks
+from torchbeast.encoders import ResidualBlock
 from torchbeast.images import has_images
+from torchbeast.machine import share_of_cores
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
@@ -54,6 +56,14 @@ def choose_precision(flags, space):
         everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
         compared = getattr(flags, "net", None) == "shallow" and has_images(space)
         flags.precision = "bfloat16" if everywhere and compared else "float32"
+
+
+def num_learner_cores(net, flags):
+    """The number of cores for one update of PolyBeast on a CPU: about an update's share
+    of all that a step costs, with Atari's environments. (With more, runs of the shallow
+    network were slower by a third.)"""
+    deep = any(isinstance(m, ResidualBlock) for m in net.modules())
+    return share_of_cores(0.75 if deep else 0.45, flags.num_learner_threads)
 
 
 @functools.cache

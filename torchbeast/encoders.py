@@ -383,6 +383,19 @@ class NestEncoder(nn.Module):
         return self.combine(torch.cat(parts, dim=1))
 
 
+class TwoEncoders(nn.Module):
+    """An encoder for the policy and one for the value. Returns both's features [N, F],
+    a pair; in eval(), the policy's alone."""
+
+    def __init__(self, policy, value):
+        super().__init__()
+        self.policy, self.value = policy, value
+        self.out_features = policy.out_features
+
+    def forward(self, x):
+        return (self.policy(x), self.value(x)) if self.training else self.policy(x)
+
+
 class LSTM(nn.LSTMCell):
     """An LSTM that is reset where an episode begins."""
 

@@ -8,6 +8,7 @@ import importlib
 import math
 import os
 import pathlib
+import re
 import shlex
 import signal
 import sys
@@ -23,7 +24,7 @@ from torchbeast.process import (
 )
 
 # Flags that may differ between two sessions of a run, or two runs of one experiment.
-UNCOMPARED = {"command", "mode", "savedir", "seed", "xpid"}
+UNCOMPARED = {"chosen", "command", "mode", "savedir", "seed", "xpid"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,6 +135,35 @@ def parse_args(parser, argv):
         parser.set_defaults(**{k: x for k, x in preset.items() if hasattr(flags, k)})
         flags = parser.parse_args(argv)
     return flags
+
+
+def by_environment(parser, *names):
+    """Makes these flags of an agent None by default: the agent calls fill_in()."""
+    parser.set_defaults(**dict.fromkeys(names))
+    for action in parser._actions:
+        if action.dest in names:
+            action.help = re.sub(r" \(default: .*\)$", "", action.help)
+            action.help += " (default: by the environment)"
+
+
+def fill_in(flags, defaults):
+    """Gives the flags that are None their values, {name: value}. Those are in
+    flags.chosen, which a run logs."""
+    missing = [name for name, value in vars(flags).items() if value is None]
+    chosen = {name: x for name, x in defaults.items() if name in missing}
+    if chosen:
+        vars(flags).update(chosen, chosen=chosen)
+
+
+def words_of(flags):
+    """Returns flags {name or policy.name: value} as words of a command line."""
+    words = []
+    for name, x in flags.items():
+        if x is False:
+            policy, dot, name = name.rpartition(".")
+            name = f"{policy}{dot}no-{name}"
+        words.append(f"--{name}" if isinstance(x, bool) else f"--{name} {x}")
+    return " ".join(words)
 
 
 def run_command(prog, body):

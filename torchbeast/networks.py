@@ -9,14 +9,15 @@ from torchbeast.nests import map_structure
 
 
 class Network(nn.Module):
-    """An encoder, an LSTM if one is wanted, and the heads that make_heads() makes and
-    heads() evaluates: a subclass has these two.
+    """An encoder, an LSTM if one is wanted, and the heads that make_heads() makes, and
+    heads() and, in training, value_heads() evaluate: a subclass has these.
 
     forward(step, core_state) takes a dict of tensors [T, B, ...] (torchbeast/
     environment.py lists the fields of a step) and returns ({name: tensor [T, B, ...]},
     core_state). core_state is a tuple of tensors [1, B, hidden], () without an LSTM.
 
-    encoder:  a module, observations [N, ...] -> [N, encoder.out_features]
+    encoder:  a module, observations [N, ...] -> [N, encoder.out_features]; of two
+              (encoders.TwoEncoders) the second one's features are value_heads()'s
     feedback: the heads, or the LSTM, read the last action, one-hot, and the last
               reward, clipped to +-1 (IMPALA, arXiv 1802.01561, figure 3)
     """
@@ -42,6 +43,10 @@ class Network(nn.Module):
         """Returns the outputs {name: tensor [N, ...]} for features x [N, F]."""
         raise NotImplementedError
 
+    def value_heads(self, x):
+        """As heads(), the outputs that are learned, and not needed to act."""
+        return {}
+
     def initial_state(self, batch_size):
         """Returns the core_state before a first step."""
         return () if self.core is None else self.core.initial_state(batch_size)
@@ -50,13 +55,18 @@ class Network(nn.Module):
         T, B = step["reward"].shape
         observation = map_structure(lambda o: o.flatten(0, 1), step["observation"])
         x = self.encoder(observation)  # [T * B, F]
+        x = x if isinstance(x, tuple) else (x,)
         if self.feedback:
             last_action = self.distribution.features(step["last_action"]).flatten(0, 1)
             last_reward = step["reward"].clamp(-1, 1).reshape(T * B, 1)
-            x = torch.cat([x, last_action, last_reward], dim=1)
+            x = [torch.cat([y, last_action, last_reward], dim=1) for y in x]
+        x, x_of_values = x[0], x[-1]
         if self.core is not None:
             x = x.view(T, B, -1)
             x, core_state = self.core.unroll(x, step["done"], core_state)
-            x = x.flatten(0, 1)
-        outputs = {name: y.unflatten(0, (T, B)) for name, y in self.heads(x).items()}
+            x = x_of_values = x.flatten(0, 1)
+        outputs = self.heads(x)
+        if self.training:
+            outputs = {**outputs, **self.value_heads(x_of_values)}
+        outputs = {name: y.unflatten(0, (T, B)) for name, y in outputs.items()}
         return outputs, core_state

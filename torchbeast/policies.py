@@ -44,11 +44,14 @@ class Policies:
         for name in (*flags.policy_flags, *flags.freeze):
             check_policy(env, name)
         make = load_agent(flags.agent).Agent
-        self.agents = {}
+        self.agents, chosen = {}, {}
         for name in self.slices:
             with _naming(name):
                 own = self._flags(flags, name)
                 self.agents[name] = make(own, env.observation_space, env.action_space)
+            chosen |= {f"{name}.{k}": x for k, x in vars(own).get("chosen", {}).items()}
+        if chosen:
+            flags.chosen = chosen
         self.net = nn.ModuleDict({name: x.net for name, x in self.agents.items()})
 
     def _flags(self, flags, name):

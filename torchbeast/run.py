@@ -27,7 +27,7 @@ from collections import deque
 from torchbeast import checkpoint, files, machine, ranks, seeds, stages, torchrun
 from torchbeast.display import Display
 from torchbeast.environment import NAME
-from torchbeast.flags import UNCOMPARED, command_line
+from torchbeast.flags import UNCOMPARED, command_line, words_of
 from torchbeast.log_writer import COLUMNS, LogWriter
 from torchbeast.messages import BadInput, Stop, log, setup_logging
 
@@ -162,6 +162,8 @@ class Run:
             self._write_meta()
             self._log = LogWriter(self.path, self.step)
         files.link(self.path, "latest")
+        if chosen := getattr(self.flags, "chosen", None):
+            log.info("defaults for %s: %s", self.flags.env, words_of(chosen))
         log.info("to resume: %s", command_line(self.flags))
         self.display = Display(self)
 

@@ -24,7 +24,7 @@ def parser():
     g = p.add_argument_group("attention")
     g.add_argument("--context", type=number(int, 1), default=20, metavar="M",
                    help="steps to look back at (default: %(default)s)")  # fmt: skip
-    p.set_defaults(one_episode_rollouts=True)
+    p.set_defaults(one_episode_rollouts=True, separate_value=False)
     return p
 
 
