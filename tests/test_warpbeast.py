@@ -247,7 +247,7 @@ def test_a_rollout_is_what_the_agent_does_step_by_step():
         for batch in batches:
             step = {name: batch[policy][name] for name in acting.fields}
             with torch.no_grad():
-                outputs, _ = agent.net(step, batch[policy]["core_state"])
+                outputs, _ = agent.unroll(step, batch[policy]["core_state"])
             torch.testing.assert_close(
                 outputs["policy_logits"][:-1], batch[policy]["policy_logits"]
             )
