@@ -20,14 +20,12 @@ import torch
 from torch import nn
 
 import vtrace
-from torchbeast import agents, ranks
+from torchbeast import agents, minibatches, ranks
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import initialize
 from torchbeast.flags import number
 from torchbeast.gradients import means, sum_over_ranks
 from torchbeast.images import has_images
-from torchbeast.messages import BadInput
-from torchbeast.nests import map_structure
 from torchbeast.networks import Network
 from torchbeast.normalization import RunningStatistics
 
@@ -68,10 +66,7 @@ def parser():
                    help="correct advantages and values for the age of rollouts")
 
     g = p.add_argument_group("optimizer (Adam)")
-    g.add_argument("--num_epochs", type=number(int, 1), default=4, metavar="N",
-                   help="times that a batch is learned from (default: %(default)s)")
-    g.add_argument("--num_minibatches", type=number(int, 1), default=16, metavar="N",
-                   help="gradient steps of each time (default: %(default)s)")
+    minibatches.add_flags(g, 4, 16)
     g.add_argument("--learning_rate", type=number(float, above=0), default=2.5e-4,
                    metavar="X", help="learning rate, which falls linearly to 0 at "
                    "--total_steps (default: %(default)s)")
@@ -122,14 +117,7 @@ class Agent(agents.Agent):
         return {"action": choose(logits), "policy_logits": logits}, core_state
 
     def start_learning(self, device):
-        flags, most = self.flags, ranks.current.share(self.flags.batch_size)
-        what = "rollouts (a minibatch has whole ones, --use_lstm)"
-        if not flags.use_lstm:
-            most, what = most * flags.unroll_length, "steps"
-        if flags.num_minibatches > most:
-            raise BadInput(
-                f"--num_minibatches {flags.num_minibatches}: a batch has {most} {what}"
-            )
+        minibatches.check(self.flags)
         super().start_learning(device)
 
     def make_optimizer(self):
@@ -148,7 +136,7 @@ class Agent(agents.Agent):
         steps = [
             self.gradient_step(part)
             for _ in range(self.flags.num_epochs)
-            for part in self.minibatches(data)
+            for part in minibatches.draw(data, self.flags.num_minibatches)
         ]
         self.update_statistics(batch)
         self.count()
@@ -186,30 +174,19 @@ class Agent(agents.Agent):
         mean, variance = moments.mean.float(), moments.variance.float()
         advantage = (advantage - mean[0]) / (variance[0].sqrt() + 1e-8)
         unexplained = (variance[2] + mean[2].square()) / variance[1].clamp(min=1e-8)
-        read = {name: batch[name] for name in agents.READ}
-        data = {
-            **map_structure(lambda x: x[:-1], read),
-            "action": batch["action"],
-            "behavior_log_prob": behavior_log_prob,
-            "value": value,
-            "target": target,
-            "advantage": torch.where(real, advantage, 0),
-            "real": real,
-            "core_state": batch["core_state"],
-        }
+        core_state = batch["core_state"]
         if self.normalized_rewards is not None:
-            data["core_state"], _ = batch["core_state"]
-        if not data["core_state"]:  # Each step stands for itself.
-            data = map_structure(lambda x: x.flatten(0, 1)[None], data)
+            core_state, _ = core_state
+        data = minibatches.prepare(
+            batch,
+            core_state,
+            behavior_log_prob=behavior_log_prob,
+            value=value,
+            target=target,
+            advantage=torch.where(real, advantage, 0),
+            real=real,
+        )
         return data, {"explained_variance": 1 - unexplained}
-
-    def minibatches(self, data):
-        """Yields parts of the data in random order: of the steps, or of the rollouts
-        where the network is recurrent."""
-        _, num = data["real"].shape
-        order = torch.randperm(num, device=data["real"].device)
-        for part in order.tensor_split(self.flags.num_minibatches):
-            yield map_structure(lambda x, part=part: x[:, part], data)
 
     def gradient_step(self, part):
         parameters = list(self.net.parameters())

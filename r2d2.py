@@ -8,7 +8,7 @@ Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Le
 (ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
 1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
 Read it top to bottom: flags, Net, Agent. What it does not define is in
-torchbeast/agents.py.
+torchbeast/q_learning.py and torchbeast/agents.py.
 
 T is the unroll length, K the burn-in, B a batch's samples, A the number of actions. A
 sample is a whole rollout with its recurrent state, [K + T + 1, B, ...]; or, without an
@@ -17,21 +17,17 @@ LSTM, one of its steps and the n after it.
 
 import argparse
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from gymnasium import spaces
 from torch import nn
 
 from torchbeast import agents, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
-from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
-from torchbeast.networks import Network
+from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
 
-TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
 PRESETS = {
     # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py), smaller.
     "r2d2": dict(
@@ -62,13 +58,7 @@ def parser():
                    help="a recurrent network, which learns from whole rollouts")
 
     g = p.add_argument_group("exploration")
-    g.add_argument("--exploration", nargs=2, type=number(float, 0, 1),
-                   default=(0.01, 0.1), metavar=("LOW", "HIGH"),
-                   help="probability of a random action: each episode draws its own, "
-                   "log-uniformly (default: 0.01 0.1)")
-    g.add_argument("--exploration_steps", type=number(int, 0), default=10_000,
-                   metavar="N", help="agent steps over which it falls from 1 to that "
-                   "(default: %(default)s)")
+    add_exploration_flags(g, 0.01, 0.1, 10_000)
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, "none")
@@ -98,13 +88,8 @@ def parser():
     return p
 
 
-class Net(Network):
+class Net(QNetwork):
     """outputs["q"] [T, B, A]: the value of each action, by dueling heads."""
-
-    def __init__(self, encoder, action_space, use_lstm):
-        super().__init__(encoder, action_space, use_lstm)
-        # Random actions beyond those of an episode; actors get it with the weights.
-        self.register_buffer("exploration", torch.ones(()))
 
     def make_heads(self, num_features):
         self.value = mlp(num_features, num_features, 1)
@@ -118,47 +103,18 @@ class Net(Network):
         return {"q": self.value(x) + advantage - advantage.mean(-1, keepdim=True)}
 
 
-class Agent(agents.Agent):
+class Agent(QAgent):
     """Learns Q-values, in learn(), from samples of what it has seen."""
 
     def __init__(self, flags, observation_space, action_space):
-        if not isinstance(action_space, spaces.Discrete):
-            need = "needs a Discrete action space, the environment has"
-            raise BadInput(
-                f"--agent r2d2 {need} {action_space}: use --agent ppo or sac"
-            )
         batch_size = 16 if flags.use_lstm else 64
         flags.replay_batch_size = flags.replay_batch_size or batch_size
         super().__init__(flags, observation_space, action_space)
         self.burn_in = flags.burn_in if flags.use_lstm else 0
-        self.net.exploration.fill_(flags.exploration_steps > 0)
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
         return Net(encoder, action_space, self.flags.use_lstm)
-
-    def initial_state(self, batch_size):
-        return self.net.initial_state(batch_size), torch.zeros(1, batch_size)
-
-    @torch.inference_mode()
-    def act(self, step, core_state, greedy=False):
-        """core_state: the network's; each episode's share of random actions [1, B]."""
-        core_state, share = core_state
-        outputs, core_state = self.net(step, core_state)
-        if greedy:
-            return {"action": outputs["q"].argmax(-1)}, (core_state, share)
-        low, high = np.log(np.clip(self.flags.exploration, 1e-9, 1))
-        drawn = (low + (high - low) * torch.rand_like(share)).exp()
-        share = torch.where(step["done"], drawn, share)
-        random = share + (1 - share) * self.net.exploration
-        return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
-
-    @torch.inference_mode()
-    def act_in_test(self, step, core_state):
-        core_state, share = core_state
-        outputs, core_state = self.net(step, core_state)
-        random = torch.full_like(share, TEST_EPSILON)
-        return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
 
     # Learning.
 
@@ -197,9 +153,7 @@ class Agent(agents.Agent):
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.update_statistics(batch)
         self.count()
-        left = max(0, 1 - self.step / max(1, flags.exploration_steps))
-        self.net.exploration.fill_(left)
-        logged = dict(replay_size=self.replay.size * T, exploration=left)
+        logged = dict(replay_size=self.replay.size * T, exploration=self.explore_less())
         return {**means(steps), **logged, "replay_ratio": self.credit.measured}
 
     def gradient_step(self):

@@ -13,7 +13,7 @@ import ppo
 from tests import envs
 from tests.programs import main, read_logs, refusal
 from tests.test_agent import make_actor
-from torchbeast import environment
+from torchbeast import environment, minibatches
 from torchbeast.flags import parse_args
 from torchbeast.nests import map_structure
 
@@ -181,7 +181,7 @@ def test_each_epoch_has_each_step_once_and_whole_rollouts_for_an_lstm(args, shap
     data, _ = agent.prepare(batch)
     assert data["real"].shape == shape
     data["number"] = torch.arange(T * B).view(shape)
-    parts = list(agent.minibatches(data))
+    parts = list(minibatches.draw(data, 4))
     assert len(parts) == agent.flags.num_minibatches == 4
     assert all(len(part["number"]) == shape[0] for part in parts)
     together = torch.cat([part["number"].flatten() for part in parts])

@@ -25,7 +25,7 @@ from tests.programs import (
     wait_for_steps,
 )
 from tests.test_agent import batches, make_actor
-from torchbeast import environment, replay
+from torchbeast import environment, q_learning, replay
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
@@ -373,8 +373,8 @@ def test_tests_have_a_few_random_actions_however_many_training_has(monkeypatch):
     agent, _ = make_agent()
     step, state = shares_of(agent, envs=20_000)
     best = agent.act(step, state, greedy=True)[0]["action"]
-    for epsilon in (r2d2.TEST_EPSILON, 0.5):
-        monkeypatch.setattr(r2d2, "TEST_EPSILON", epsilon)
+    for epsilon in (q_learning.TEST_EPSILON, 0.5):
+        monkeypatch.setattr(q_learning, "TEST_EPSILON", epsilon)
         others = (agent.act_in_test(step, state)[0]["action"] != best).float().mean()
         assert others == pytest.approx(epsilon / 2, abs=0.02) and others > 0
 

@@ -1,0 +1,82 @@
+"""What agents that learn the values of actions share: random actions, and how many of
+them there are."""
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from torchbeast import agents, targets
+from torchbeast.flags import number
+from torchbeast.messages import BadInput
+from torchbeast.networks import Network
+
+TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
+
+
+def add_exploration_flags(group, low, high, steps):
+    """Adds the flags of QAgent.act(). steps: the default, or None if the agent's
+    defaults() has it."""
+    # fmt: off
+    group.add_argument("--exploration", nargs=2, type=number(float, 0, 1),
+                       default=(low, high), metavar=("LOW", "HIGH"),
+                       help="probability of a random action: each episode draws its "
+                       f"own, log-uniformly (default: {low} {high})")
+    group.add_argument("--exploration_steps", type=number(int, 0), default=steps,
+                       metavar="N", help="agent steps over which it falls from 1 to "
+                       "that (default: %(default)s)")
+    # fmt: on
+
+
+class QNetwork(Network):
+    """outputs["q"] [T, B, A]: the value of each action. A subclass has the heads."""
+
+    def __init__(self, encoder, action_space, use_lstm=False, feedback=True):
+        super().__init__(encoder, action_space, use_lstm, feedback)
+        # Random actions beyond those of an episode; actors get it with the weights.
+        self.register_buffer("exploration", torch.ones(()))
+
+
+class QAgent(agents.Agent):
+    """Takes the most valuable action, or a random one with a probability that falls
+    over the first --exploration_steps and differs from episode to episode.
+
+    core_state: the network's; each episode's share of random actions [1, B].
+    """
+
+    def __init__(self, flags, observation_space, action_space):
+        if not isinstance(action_space, spaces.Discrete):
+            need = "needs a Discrete action space, the environment has"
+            raise BadInput(
+                f"--agent {flags.agent} {need} {action_space}: use --agent ppo or sac"
+            )
+        super().__init__(flags, observation_space, action_space)
+        self.net.exploration.fill_(flags.exploration_steps > 0)
+
+    def initial_state(self, batch_size):
+        return self.net.initial_state(batch_size), torch.zeros(1, batch_size)
+
+    @torch.inference_mode()
+    def act(self, step, core_state, greedy=False):
+        core_state, share = core_state
+        outputs, core_state = self.net(step, core_state)
+        if greedy:
+            return {"action": outputs["q"].argmax(-1)}, (core_state, share)
+        low, high = np.log(np.clip(self.flags.exploration, 1e-9, 1))
+        drawn = (low + (high - low) * torch.rand_like(share)).exp()
+        share = torch.where(step["done"], drawn, share)
+        random = share + (1 - share) * self.net.exploration
+        return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
+
+    @torch.inference_mode()
+    def act_in_test(self, step, core_state):
+        core_state, share = core_state
+        outputs, core_state = self.net(step, core_state)
+        random = torch.full_like(share, TEST_EPSILON)
+        return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
+
+    def explore_less(self):
+        """Brings the share of random actions up to date with self.step. Returns what is
+        left of those beyond an episode's own."""
+        left = max(0, 1 - self.step / max(1, self.flags.exploration_steps))
+        self.net.exploration.fill_(left)
+        return left
