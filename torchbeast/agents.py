@@ -109,6 +109,7 @@ class Agent:
     """
 
     numbers = "mlp"  # What observations that are numbers go through, one of NUMBERS.
+    layer_norm = False  # Whether each layer of the encoder is normalised.
     burn_in = 0
 
     def __init__(self, flags, observation_space, action_space):
@@ -137,7 +138,12 @@ class Agent:
         """Returns a module: observations [N, ...] to features [N, out_features]."""
         flags, bfloat16 = self.flags, self.flags.precision == "bfloat16"
         return encoders.make_encoder(
-            observation_space, flags.net, bfloat16, self.numbers, flags.hidden_sizes
+            observation_space,
+            flags.net,
+            bfloat16,
+            self.numbers,
+            flags.hidden_sizes,
+            self.layer_norm,
         )
 
     def make_encoders(self, observation_space):
