@@ -153,6 +153,7 @@ def test_captured_rollouts_are_right(name, args, monkeypatch):
         ["--env", "warp/Catch", "--use_lstm", "--normalize_observations"],
         ["--env", "warp/Tag", "--agent", "ppo"],
         ["--env", "warp/CartPole", "--agent", "r2d2", "--replay_start", 1000],
+        ["--env", "warp/CartPole", "--agent", "pqn", "--use_lstm"],
         ["--env", "warp/Pendulum", "--agent", "sac", "--replay_start", 1000],
     ],
     ids=lambda args: " ".join(map(str, args)),

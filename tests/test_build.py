@@ -53,7 +53,7 @@ def pip(*args, **kwargs):
 # What a user finds beside his own modules.
 TOP_LEVEL = {"monobeast.py", "polybeast.py", "polybeast_env.py"}
 TOP_LEVEL |= {"warpbeast.py", "warp_envs.py", "ppo.py", "r2d2.py", "sac.py"}
-TOP_LEVEL |= {"td3.py"}
+TOP_LEVEL |= {"pqn.py", "td3.py"}
 TOP_LEVEL |= {"atari_wrappers.py"}
 TOP_LEVEL |= {"vtrace.py", "libtorchbeast.py", "torchbeast"}
 

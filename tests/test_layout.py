@@ -10,9 +10,9 @@ from tests.programs import ROOT, args, load, run
 
 # Programs, agents, and what they import from the top level.
 MODULES = {"monobeast", "polybeast", "polybeast_env"}
-MODULES |= {"warpbeast", "warp_envs", "ppo", "r2d2", "sac", "td3"}
+MODULES |= {"warpbeast", "warp_envs", "ppo", "pqn", "r2d2", "sac", "td3"}
 MODULES |= {"atari_wrappers", "vtrace", "libtorchbeast"}
-AGENTS = {"ppo", "r2d2", "sac", "td3"}
+AGENTS = {"ppo", "pqn", "r2d2", "sac", "td3"}
 PACKAGE = sorted((ROOT / "torchbeast").rglob("*.py"))
 WINGS = "torchbeast.remote", "torchbeast.warp"  # Whoever reads an agent enters neither.
 
@@ -41,7 +41,7 @@ for name in "grpc", "grpc_health", "google.protobuf", "_libtorchbeast":
     sys.modules[name] = None  # Importing it is an ImportError.
 import monobeast, polybeast, polybeast_env, warpbeast
 polybeast.program_parser(), polybeast_env.parser()
-for agent in "ppo", "r2d2", "sac", "td3":
+for agent in "ppo", "pqn", "r2d2", "sac", "td3":
     monobeast.program_parser(agent), warpbeast.program_parser(agent)""")
 
 
@@ -75,10 +75,10 @@ def test_nothing_in_torchbeast_imports_a_program_or_an_agent():
 def test_an_agent_imports_no_program_and_nothing_of_the_network():
     for name in AGENTS:
         modules = set(imported(ROOT / f"{name}.py"))
-        allowed = {*AGENTS, "vtrace"}
+        allowed = {*AGENTS, "atari_wrappers", "vtrace"}
         assert not {x.partition(".")[0] for x in modules} & (MODULES - allowed), name
         assert not [x for x in modules if x.startswith(WINGS)], name
-    loaded = set(python("import sys, ppo, r2d2, sac; print(*sys.modules)").split())
+    loaded = set(python("import sys, ppo, pqn, r2d2, sac; print(*sys.modules)").split())
     assert "torchbeast.agents" in loaded
     assert not loaded & {"polybeast", "monobeast", "polybeast_env"}
     assert not [name for name in loaded if name.startswith(WINGS)]

@@ -10,6 +10,7 @@ from tests.programs import ROOT, Program, main, read_logs
 
 PPO = ["--agent", "ppo"]
 DQN = ["--agent", "r2d2", "--no-use_lstm", "--exploration", 0.01, 0.01]
+PQN = ["--agent", "pqn"]
 SAC = ["--agent", "sac"]
 # One step makes an episode, so that a policy may change often.
 SMALL = ["--unroll_length", 5, "--batch_size", 8, "--entropy_cost", 0.001]
@@ -48,6 +49,12 @@ ABILITIES = {
     "r2d2_memory": (
         "tests.envs:torchbeast/Memory-v0", ["--agent", "r2d2"], 0.8, 200_000
     ),
+    "pqn_catch": ("tests.envs:torchbeast/Catch-v0", PQN, 0.9, 100_000),
+    "pqn_memory": (
+        "tests.envs:torchbeast/Memory-v0", [*PQN, "--use_lstm"], 0.9, 200_000
+    ),
+    "pqn_cartpole": ("CartPole-v1", PQN, 475, 300_000),
+    "pqn_acrobot": ("Acrobot-v1", PQN, -100, 300_000),
     "sac_target": (
         "tests.envs:torchbeast/Target-v0", [*SAC, "--replay_ratio", 64], 0.8, 30_000
     ),
@@ -73,6 +80,8 @@ MODES = {
     "ppo_mixed": ("actors", "serial", "servers"),
     "dqn_catch": ("actors", "serial", "servers"),
     "r2d2_memory": ("serial", "servers"),
+    "pqn_catch": ("actors", "serial", "servers"),
+    "pqn_memory": ("serial", "servers"),
     "sac_target": ("actors", "serial", "servers"),
     "td3_target": ("serial", "servers"),
     "attention": ("actors", "servers"),
@@ -82,6 +91,7 @@ QUICK = [
     ("memory", "serial"),
     ("ppo_mixed", "serial"),
     ("dqn_catch", "serial"),
+    ("pqn_catch", "serial"),
 ]
 SLOW = [
     ("catch", "actors"),
@@ -89,6 +99,7 @@ SLOW = [
     ("target", "actors"),
     ("mixed", "servers"),
     ("r2d2_memory", "serial"),
+    ("pqn_memory", "serial"),
     ("sac_target", "serial"),
     ("td3_target", "serial"),
     ("attention", "servers"),
@@ -130,6 +141,7 @@ XOR = {  # Flags, and steps to learn it in.
          "--learning_rate", 1e-3, "--net", "shallow", "--discounting", 0],
         40_000,
     ),
+    "pqn": (["--discounting", 0], 40_000),
     "r2d2": ([*DQN[2:], "--exploration_steps", 3000, "--discounting", 0], 20_000),
     "sac": (
         [*REPLAY, "--learning_rate", 1e-3, "--critic_learning_rate", 1e-2,
@@ -140,6 +152,7 @@ XOR = {  # Flags, and steps to learn it in.
 QUICK_XOR = [
     ("polybeast", "discrete", "number"),
     ("ppo", "binary", "number"),
+    ("pqn", "image", "discrete"),
     ("r2d2", "discrete", "integers"),
     ("sac", "number", "binary"),
 ]

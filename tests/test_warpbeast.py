@@ -74,7 +74,7 @@ def weights(savedir, policy):
     return load(savedir)["agent"][policy]["model"]
 
 
-@pytest.mark.parametrize("agent", ["polybeast", "ppo", "r2d2"])
+@pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "r2d2"])
 def test_a_run_trains_resumes_and_is_tested(tmp_path, agent):
     args = ["--agent", agent, "--env", "warp/Catch"]
     if agent == "r2d2":

@@ -30,7 +30,12 @@ def add_flags(group, net):
 
 
 def make_encoder(
-    space, net="shallow", bfloat16=False, numbers="mlp", hidden_sizes=None
+    space,
+    net="shallow",
+    bfloat16=False,
+    numbers="mlp",
+    hidden_sizes=None,
+    layer_norm=False,
 ):
     """A module that turns observations of the space [N, ...] into [N, out_features],
     float32.
@@ -40,6 +45,7 @@ def make_encoder(
               1,003 would be the same number
     numbers:  what numbers go through, one of NUMBERS
     hidden_sizes: of its layers, if not their own
+    layer_norm: whether each layer is followed by a LayerNorm
     """
     sizes = {} if hidden_sizes is None else {"hidden_sizes": hidden_sizes}
     if numbers == "flat":  # It has no layers.
@@ -47,6 +53,8 @@ def make_encoder(
     of_numbers = functools.partial(NUMBERS[numbers], **sizes)
     encoder = _make_encoder(space, "observation", net, bfloat16, of_numbers)
     initialize(encoder)
+    if layer_norm:
+        add_layer_norm(encoder)
     return encoder
 
 
@@ -135,6 +143,20 @@ def initialize(module, gain=2**0.5):
                 nn.init.zeros_(layer.bias)
 
 
+def add_layer_norm(module):
+    """Puts a LayerNorm behind each convolution, over channels, height and width, and
+    behind each linear layer of a module (Ba et al., arXiv 1607.06450)."""
+    for name, layer in list(module.named_children()):
+        if isinstance(layer, nn.Conv2d):
+            norm = nn.GroupNorm(1, layer.out_channels)  # For images of any size.
+        elif isinstance(layer, nn.Linear):
+            norm = nn.LayerNorm(layer.out_features)
+        else:
+            add_layer_norm(layer)
+            continue
+        setattr(module, name, nn.Sequential(layer, norm))
+
+
 def mlp(*sizes, activation=nn.ReLU):
     """Linear layers from each of these sizes to the next, with activations between
     them."""
@@ -201,6 +223,12 @@ def nature_layers(channels, side):
     )
 
 
+def small_layers(channels, side):
+    """The convolution of MinAtar's networks (Young and Tian, arXiv 1903.03176): for
+    images of so few pixels that each is a thing."""
+    return nn.Sequential(CenteredConv2d(channels, 16, 3), nn.ReLU(), nn.Flatten())
+
+
 class ResidualBlock(nn.Module):
     """Maps [N, channels, H, W] to the same shape."""
 
@@ -222,6 +250,7 @@ NETS = {
     "deep": (deep_layers, 256),
     "shallow": (shallow_layers, 256),
     "nature": (nature_layers, 512),
+    "small": (small_layers, 128),
 }
 
 
@@ -324,19 +353,28 @@ class VectorEncoder(FlatEncoder):
         return 10 * self.layers(self.numbers(x))
 
 
-class TanhEncoder(VectorEncoder):
-    """The same of two layers of 64 with tanh. Its outputs are of order 1."""
+class ReluEncoder(VectorEncoder):
+    """A VectorEncoder whose outputs are of order 1."""
+
+    def forward(self, x):
+        return self.layers(self.numbers(x))
+
+
+class TanhEncoder(ReluEncoder):
+    """The same of two layers of 64 with tanh."""
 
     def __init__(self, in_features, scale=1, hidden_sizes=(64, 64)):
         super().__init__(in_features, scale, hidden_sizes)
         self.layers = mlp(in_features, *hidden_sizes, activation=nn.Tanh)
         self.layers.append(nn.Tanh())
 
-    def forward(self, x):
-        return self.layers(self.numbers(x))
 
-
-NUMBERS = {"mlp": VectorEncoder, "tanh": TanhEncoder, "flat": FlatEncoder}
+NUMBERS = {
+    "mlp": VectorEncoder,
+    "relu": ReluEncoder,
+    "tanh": TanhEncoder,
+    "flat": FlatEncoder,
+}
 
 
 class OneHotEncoder(nn.Module):

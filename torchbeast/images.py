@@ -76,6 +76,17 @@ def has_images(space):
     return any(has_images(part) for _, part in entries)
 
 
+def smallest_side(space):
+    """Returns the smallest side of all images of an observation of the space; None if
+    it holds none."""
+    entries = children(space)
+    if entries is None:
+        shape = image_shape(space)
+        return None if shape is None else min(shape[1][:2])
+    sides = [smallest_side(part) for _, part in entries]
+    return min((side for side in sides if side is not None), default=None)
+
+
 def num_ids(space):
     """Returns n if the pixels of an image are names of things, 0 to n - 1, such as
     NetHack's glyphs, else None: they are brightness, or counts in many channels.

@@ -1,0 +1,221 @@
+"""PQN: Q-learning from new rollouts alone, without replay and target network.
+
+    python -m monobeast --agent pqn --env CartPole-v1
+    python -m monobeast --agent pqn --env PongNoFrameskip-v4
+    python -m warpbeast --agent pqn --env warp/CartPole
+
+Gallici et al., "Simplifying Deep Temporal Difference Learning", arXiv 2407.04811: layer
+normalisation keeps temporal differences from running away, so that a parallelised
+Q-network needs no target network. Read it top to bottom: flags, defaults(), Net, Agent.
+What it does not define is in torchbeast/q_learning.py and torchbeast/agents.py.
+
+A batch is learned from several times, in minibatches, with targets Q(lambda) of the
+network at the start of the update. Where acting waits for learning, they are the
+paper's: that network is the one that acted. Of an older rollout only the actions are
+old, not the values. Peng's Q(lambda) corrects for neither old nor random actions: the
+larger lambda is, the more its values are of what was done (arXiv 2103.00107).
+
+T is the unroll length, B the batch size, A the number of actions.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+import vtrace
+from atari_wrappers import is_atari
+from torchbeast import agents, minibatches, ranks
+from torchbeast.encoders import initialize
+from torchbeast.flags import by_environment, number
+from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.images import smallest_side
+from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
+
+# CleanRL's constants (cleanrl/pqn_atari_envpool.py, pqn_atari_envpool_lstm.py).
+PRESETS = {
+    "atari": dict(
+        unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
+        num_actors=0, envs_per_actor=8, num_servers=1, envs_per_server=8,
+    ),
+}  # fmt: skip
+
+
+def parser():
+    """Returns the agent's flags, for argparse's parents=."""
+    p = argparse.ArgumentParser(add_help=False)
+    # fmt: off
+    g = p.add_argument_group("network")
+    agents.add_network_flags(g, None)
+    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+
+    g = p.add_argument_group("exploration")
+    add_exploration_flags(g, 0.01, 0.01, None)
+
+    g = p.add_argument_group("loss")
+    agents.add_reward_flags(g, None)
+    g.add_argument("--q_lambda", type=number(float, 0, 1), metavar="LAMBDA",
+                   help="of the targets: 0, of the next step's value; 1, of all rewards"
+                   " of the rollout")
+
+    g = p.add_argument_group("optimizer (RAdam)")
+    minibatches.add_flags(g, 4, None)
+    g.add_argument("--learning_rate", type=number(float, above=0), metavar="X",
+                   help="learning rate, which falls linearly to 0 at --total_steps")
+    g.add_argument("--grad_norm_clipping", type=number(float, above=0), metavar="X",
+                   help="largest gradient norm")
+    # fmt: on
+    by_environment(p, *BY_ENVIRONMENT)
+    p.set_defaults(unroll_length=32, batch_size=32)
+    return p
+
+
+# Flags that defaults() chooses.
+BY_ENVIRONMENT = (
+    "net", "exploration_steps", "reward_clipping", "q_lambda", "num_minibatches",
+    "learning_rate", "grad_norm_clipping",
+)  # fmt: skip
+
+
+def defaults(flags, observation_space, action_space):
+    """Returns {name of a flag: its value where the command line has none}: what is best
+    for the kind of environment. Atari's are CleanRL's."""
+    side = smallest_side(observation_space)
+    num_rollouts = ranks.current.share(flags.batch_size)
+    chosen = {
+        "net": "nature",
+        "exploration_steps": flags.total_steps // 10,
+        "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
+        "q_lambda": 0.65,
+        "learning_rate": 2.5e-4,
+        "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
+    }
+    size = 256  # Steps of a minibatch.
+    if side is None:
+        chosen["q_lambda"], size = 0.95, 64
+    elif side < 20:
+        chosen["net"], chosen["learning_rate"], size = "small", 5e-4, 128
+    num = max(1, flags.unroll_length * num_rollouts // size)
+    chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
+    return chosen
+
+
+class Net(QNetwork):
+    """outputs["q"] [T, B, A]. Without an LSTM nothing is seen of the last action."""
+
+    def __init__(self, encoder, action_space, use_lstm):
+        super().__init__(encoder, action_space, use_lstm, feedback=use_lstm)
+
+    def make_heads(self, num_features):
+        self.q = nn.Linear(num_features, self.distribution.num_params)
+        initialize(self.q, gain=0.01)  # Values are about 0 at first.
+
+    def heads(self, x):
+        return {"q": self.q(x)}
+
+
+class Agent(QAgent):
+    """Learns Q-values from each batch of rollouts, num_epochs times."""
+
+    numbers, layer_norm = "relu", True
+    defaults = staticmethod(defaults)
+
+    def make_net(self, observation_space, action_space):
+        encoder = self.make_encoder(observation_space)
+        return Net(encoder, action_space, self.flags.use_lstm)
+
+    def start_learning(self, device):
+        minibatches.check(self.flags)
+        super().start_learning(device)
+
+    def make_optimizer(self):
+        return torch.optim.RAdam(self.net.parameters())
+
+    def learn(self, batch):
+        """Makes num_epochs * num_minibatches gradient steps on one batch [T + 1, B,
+        ...]. Returns the means of what is logged.
+
+        td_error is the mean absolute error, q the mean value of the actions taken.
+        """
+        flags = self.flags
+        learning_rate = flags.learning_rate * self.fraction_left()
+        self.set_learning_rate(learning_rate)
+        data = self.prepare(batch)
+        steps = [
+            self.gradient_step(part)
+            for _ in range(flags.num_epochs)
+            for part in minibatches.draw(data, flags.num_minibatches)
+        ]
+        self.update_statistics(batch)
+        self.count()
+        logged = dict(exploration=self.explore_less(), learning_rate=learning_rate)
+        return {**means(steps), **logged}
+
+    @torch.no_grad()
+    def prepare(self, batch):
+        """Returns what minibatches are made of, with
+
+        target  [T, B], of the action taken on a step
+        real    [T, B] bool, the step was not the last of an episode
+        """
+        core_state, _ = batch["core_state"]
+        outputs, _ = self.net(batch, core_state)  # [T + 1, B, A]
+        real = ~batch["done"][1:]
+        discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
+        target = lambda_targets(
+            self.rewards(batch), discounts, real, outputs["q"], self.flags.q_lambda
+        )
+        return minibatches.prepare(batch, core_state, target=target, real=real)
+
+    def gradient_step(self, part):
+        parameters = list(self.net.parameters())
+        self.optimizer.zero_grad()
+        loss, statistics = self.loss(part)
+        loss.backward()
+        statistics = {name: x.detach() for name, x in statistics.items()}
+        if ranks.current.num > 1:  # The means over all ranks' real transitions.
+            statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
+        most = self.flags.grad_norm_clipping
+        grad_norm = nn.utils.clip_grad_norm_(parameters, most)
+        self.optimizer.step()
+        return {**statistics, "grad_norm": grad_norm}
+
+    def loss(self, part):
+        """Returns the loss of a minibatch, and what is logged of it: means over real
+        transitions."""
+        real = part["real"]
+        num = real.sum().clamp(min=1)
+
+        def mean(x):
+            return torch.where(real, x, 0).sum() / num
+
+        outputs, _ = self.net(part, part["core_state"])
+        q = outputs["q"].gather(-1, part["action"].unsqueeze(-1)).squeeze(-1)  # [T, B]
+        error = q - part["target"]
+        total = mean(error.square())
+        return total, {
+            "total_loss": total,
+            "td_error": mean(error.abs()),
+            "q": mean(q),
+        }
+
+
+def lambda_targets(
+    rewards,  # [T, B]
+    discounts,  # [T, B] gamma, or 0 where the episode terminated at step t + 1.
+    real,  # [T, B] bool, False: no action led from step t to step t + 1.
+    q,  # [T + 1, B, A]
+    q_lambda,
+):
+    """Returns the targets G [T, B] of the values of the actions taken on steps t.
+
+        G_t = r_t + gamma_t ((1 - lambda) max_a Q(s_{t+1}, a) + lambda G_{t+1})
+
+    G_{t+1} is max_a Q(s_{t+1}, a) where no action of the episode and of the rollout
+    follows. It is V-trace's recursion with the largest values for V and ratios of 1.
+    """
+    value = q.max(-1).values
+    return vtrace.from_importance_weights(
+        torch.zeros_like(rewards), discounts, rewards, value[:-1], value[-1], real,
+        lambda_=q_lambda,
+    ).vs  # fmt: skip
