@@ -2,23 +2,24 @@
 
     python -m monobeast --agent r2d2 --preset r2d2 --env PongNoFrameskip-v4
     python -m monobeast --agent r2d2 --preset dqn --env PongNoFrameskip-v4
+    python -m monobeast --agent r2d2 --preset rainbow --env PongNoFrameskip-v4
     python -m monobeast --agent r2d2 --no-use_lstm --env CartPole-v1
 
 Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
 (ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
-1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
+1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets,
+with --quantiles also quantile regression (1710.10044), which is QR-DQN's.
 Read it top to bottom: flags, Net, Agent. What it does not define is in
 torchbeast/q_learning.py and torchbeast/agents.py.
 
-T is the unroll length, K the burn-in, B a batch's samples, A the number of actions. A
-sample is a whole rollout with its recurrent state, [K + T + 1, B, ...]; or, without an
-LSTM, one of its steps and the n after it.
+T is the unroll length, K the burn-in, B a batch's samples, A the number of actions, N
+that of quantiles. A sample is a whole rollout with its recurrent state, [K + T + 1, B,
+...]; or, without an LSTM, one of its steps and the n after it.
 """
 
 import argparse
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from torchbeast import agents, ranks, replay, targets
@@ -28,6 +29,14 @@ from torchbeast.gradients import means, set_gradients
 from torchbeast.nests import map_structure
 from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
 
+# Rlpyt's "ernbw" (atari_dqn.py beside it), smaller.
+DQN = dict(
+    use_lstm=False, reward_clipping="abs_one", exploration=(0.01, 0.01),
+    exploration_steps=100_000, target_interval=4000, replay_size=300_000,
+    replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
+    importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
+    grad_norm_clipping=10.0,
+)  # fmt: skip
 PRESETS = {
     # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py), smaller.
     "r2d2": dict(
@@ -37,14 +46,9 @@ PRESETS = {
         priority_exponent=0.9, importance_exponent=(0.6, 0.6), learning_rate=2.5e-4,
         epsilon=1e-5, grad_norm_clipping=80.0,
     ),
-    # Rlpyt's "ernbw" (atari_dqn.py beside it), smaller.
-    "dqn": dict(
-        use_lstm=False, reward_clipping="abs_one", exploration=(0.01, 0.01),
-        exploration_steps=100_000, target_interval=4000, replay_size=300_000,
-        replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
-        importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
-        grad_norm_clipping=10.0,
-    ),
+    "dqn": DQN,
+    # Rainbow (arXiv 1710.02298) without noisy networks, by quantiles.
+    "rainbow": {**DQN, "quantiles": 32},
 }  # fmt: skip
 
 
@@ -64,6 +68,9 @@ def parser():
     agents.add_reward_flags(g, "none")
     g.add_argument("--n_step", type=number(int, 1, 10**6), default=3, metavar="N",
                    help="rewards in a target, if its rollout is as long (default: 3)")
+    g.add_argument("--quantiles", type=number(int, 1, 1000), default=1, metavar="N",
+                   help="quantiles of the return that are learned; 1: its mean "
+                   "(default: %(default)s)")
     g.add_argument("--value_rescaling", action=argparse.BooleanOptionalAction,
                    default=False, help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000")
     g.add_argument("--target_interval", type=number(int, 1), default=1600, metavar="N",
@@ -89,18 +96,26 @@ def parser():
 
 
 class Net(QNetwork):
-    """outputs["q"] [T, B, A]: the value of each action, by dueling heads."""
+    """outputs["quantiles"] [T, B, A, N] of the return after each action, by dueling
+    heads, and outputs["q"] [T, B, A], their means."""
+
+    def __init__(self, encoder, action_space, use_lstm, num_quantiles):
+        self.num_quantiles = num_quantiles
+        super().__init__(encoder, action_space, use_lstm)
 
     def make_heads(self, num_features):
-        self.value = mlp(num_features, num_features, 1)
-        self.advantage = mlp(num_features, num_features, self.distribution.num_params)
+        N, A = self.num_quantiles, self.distribution.num_params
+        self.value = mlp(num_features, num_features, N)
+        self.advantage = mlp(num_features, num_features, A * N)
         for head in (self.value, self.advantage):
             initialize(head)
             initialize(head[-1], gain=0.01)  # Values are about 0 at first.
 
     def heads(self, x):
-        advantage = self.advantage(x)
-        return {"q": self.value(x) + advantage - advantage.mean(-1, keepdim=True)}
+        advantage = self.advantage(x).unflatten(1, (-1, self.num_quantiles))
+        advantage = advantage - advantage.mean(1, keepdim=True)
+        quantiles = self.value(x).unsqueeze(1) + advantage
+        return {"q": quantiles.mean(-1), "quantiles": quantiles}
 
 
 class Agent(QAgent):
@@ -114,7 +129,8 @@ class Agent(QAgent):
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
-        return Net(encoder, action_space, self.flags.use_lstm)
+        flags = self.flags
+        return Net(encoder, action_space, flags.use_lstm, flags.quantiles)
 
     # Learning.
 
@@ -148,7 +164,7 @@ class Agent(QAgent):
         items = self.replay.add(batch)
         with torch.no_grad():
             errors, real, _ = self.td_errors(batch)
-        self.replay.set_priorities(items, self.priorities(errors, real))
+        self.replay.set_priorities(items, self.priorities(errors.mean((2, 3)), real))
         T, num = flags.unroll_length, self.num_learned
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.update_statistics(batch)
@@ -165,10 +181,11 @@ class Agent(QAgent):
         parts = []
 
         def loss(batch):  # Also of a slice of the batch, where memory asks for it.
-            errors, real, q = self.td_errors(batch, sampled=True)  # [T, B]
-            parts.append((errors.detach(), real))
+            errors, real, q = self.td_errors(batch, sampled=True)
+            losses = targets.quantile_loss(errors)  # [T, B]
+            errors = errors.detach().mean((2, 3))
+            parts.append((errors, real))
             scale = 1 / (len(errors) * flags.replay_batch_size)
-            losses = F.huber_loss(errors, 0 * errors, reduction="none")
             total = scale * (batch["importance"] * losses).sum()
             mean_error, mean_q = scale * errors.abs().sum(), scale * q.sum()
             return total, dict(total_loss=total, td_error=mean_error, q=mean_q)
@@ -187,8 +204,8 @@ class Agent(QAgent):
         return {**statistics, "grad_norm": grad_norm, "replay_age": age}
 
     def td_errors(self, batch, sampled=False):
-        """Returns (TD errors [T, B], 0 where no transition is real; which are; the
-        values of the actions taken).
+        """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where no
+        transition is real; which are [T, B]; the values of the actions taken [T, B]).
 
         sampled: of samples, whose first step alone counts if there is no LSTM.
         """
@@ -209,33 +226,35 @@ class Agent(QAgent):
                 last_q = self.values(self.net, last, core_state)
             following = self.target_values(last_q, last, core_state)
         else:
-            q = self.values(self.net, steps, core_state)  # [T + 1, B, A]
-            following = self.target_values(q, steps, core_state).gather(0, ends)
+            q = self.values(self.net, steps, core_state)  # [T + 1, B, A, N]
+            following = self.target_values(q, steps, core_state)
+            following = following.take_along_dim(ends[..., None], 0)
             q = q[:-1]
+        returns, discounts = returns[..., None], discounts[..., None]
         if flags.value_rescaling:
             target = targets.rescale(returns + discounts * targets.unscale(following))
         else:
             target = returns + discounts * following
-        q = q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-        return torch.where(real, target - q, 0), real, q.detach()
+        q = targets.of_actions(q, action)  # [T, B, N], as the target.
+        errors = target.unsqueeze(3) - q.unsqueeze(2)
+        return torch.where(real[..., None, None], errors, 0), real, q.detach().mean(-1)
 
     @torch.no_grad()
     def target_values(self, q, steps, core_state):
-        """Returns the target network's value [T + 1, B] of the action that the network
-        prefers by its values q [T + 1, B, A] (double Q-learning)."""
-        best = q.argmax(-1, keepdim=True)
-        q = self.values(self.target_net, steps, core_state)
-        return q.gather(-1, best).squeeze(-1)
+        """Returns the target network's quantiles [T + 1, B, N] of the action that the
+        network prefers by its own, q [T + 1, B, A, N] (double Q-learning)."""
+        best = q.mean(-1).argmax(-1)
+        return targets.of_actions(self.values(self.target_net, steps, core_state), best)
 
     def values(self, net, steps, core_state):
-        """Returns the values [T + 1, B, A] of the steps after the burn-in."""
+        """Returns the quantiles [T + 1, B, A, N] of the steps after the burn-in."""
         K = self.burn_in
         if K > 0:
             with torch.no_grad():
                 before = map_structure(lambda x: x[:K], steps)
                 _, core_state = net(before, core_state)
         outputs, _ = net(map_structure(lambda x: x[K:], steps), core_state)
-        return outputs["q"]
+        return outputs["quantiles"]
 
     def priorities(self, errors, real):
         exponent, of_rollouts = self.flags.priority_exponent, self.flags.use_lstm

@@ -29,7 +29,7 @@ from torchbeast import environment, q_learning, replay
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
-from torchbeast.targets import n_step_returns, rescale, unscale
+from torchbeast.targets import n_step_returns, quantile_loss, rescale, unscale
 
 T, B, K = 7, 4, 3
 CPU = torch.device("cpu")
@@ -102,40 +102,46 @@ def test_rescaling_is_undone_by_its_inverse():
 
 
 def slow_errors(agent, batch):
-    """[T, B] by the definition: the target network's value of the action the network
-    prefers."""
-    flags, K = agent.flags, agent.burn_in
+    """[T, B, N, N] by the definition: the target network's quantiles of the action
+    whose mean the network prefers, less the network's own."""
+    flags, K, N = agent.flags, agent.burn_in, agent.flags.quantiles
     with torch.no_grad():
         q, target_q = (
-            net(batch, batch["core_state"][0])[0]["q"]
+            net(batch, batch["core_state"][0])[0]["quantiles"]
             for net in (agent.net, agent.target_net)
         )
-    result = torch.zeros(T, B)
+    result = torch.zeros(T, B, N, N)
     for b in range(B):
         for t in range(K, K + T):
             if batch["done"][t + 1, b]:
                 continue
-            target, weight, i = 0.0, 1.0, t
+            reward, weight, i = 0.0, 1.0, t
             while i < min(t + flags.n_step, K + T) and (
                 i == t or not batch["done"][i + 1, b]
             ):
                 i += 1
-                target += weight * batch["reward"][i, b]
+                reward += weight * batch["reward"][i, b]
                 weight *= flags.discounting * (not batch["terminated"][i, b])
-            value = target_q[i, b, q[i, b].argmax()]
-            if flags.value_rescaling:
-                target = rescale(target + weight * unscale(value))
-            else:
-                target = target + weight * value
-            result[t - K, b] = target - q[t, b, batch["action"][t, b]]
+            best = max(range(q.shape[2]), key=lambda a: q[i, b, a].sum())
+            for j in range(N):
+                value = target_q[i, b, best, j]
+                if flags.value_rescaling:
+                    target = rescale(reward + weight * unscale(value))
+                else:
+                    target = reward + weight * value
+                for k in range(N):
+                    own = q[t, b, batch["action"][t, b], k]
+                    result[t - K, b, j, k] = target - own
     return result
 
 
 @pytest.mark.parametrize("rescaling", [[], ["--value_rescaling"]])
+@pytest.mark.parametrize("quantiles", [1, 3])
 @pytest.mark.parametrize("args", [[], DQN])
 @pytest.mark.parametrize("env", [envs.Memory, envs.Counter])
-def test_errors_are_those_of_a_slow_loop(env, args, rescaling):
-    agent, acted = make_agent(*args, *rescaling, "--n_step", 3, env=env)
+def test_errors_are_those_of_a_slow_loop(env, args, quantiles, rescaling):
+    args = [*args, *rescaling, "--n_step", 3, "--quantiles", quantiles]
+    agent, acted = make_agent(*args, env=env)
     next(acted)
     batch = next(acted)
     errors, real, _ = agent.td_errors(batch)
@@ -144,7 +150,41 @@ def test_errors_are_those_of_a_slow_loop(env, args, rescaling):
     assert not real.all() and (errors[real] != 0).all()
 
 
-@pytest.mark.parametrize("args", [[], DQN])
+@pytest.mark.parametrize("N", [1, 2, 5])
+def test_the_loss_of_quantiles_is_that_of_a_slow_loop(N):
+    torch.manual_seed(N)
+    errors = 2 * torch.randn(T, B, N, N)
+    got = quantile_loss(errors)
+    for t, b in np.ndindex(T, B):
+        expected = 0.0
+        for i in range(N):
+            for j in range(N):
+                u = errors[t, b, j, i].item()
+                huber = u**2 / 2 if abs(u) < 1 else abs(u) - 0.5
+                level = (i + 0.5) / N
+                expected += (1 - level if u < 0 else level) * 2 * huber / N
+        assert got[t, b].item() == pytest.approx(expected, rel=1e-4)
+    if N == 1:
+        huber = torch.nn.functional.huber_loss(errors, 0 * errors, reduction="none")
+        torch.testing.assert_close(got, huber[..., 0, 0])
+
+
+def test_the_quantiles_of_a_return_are_learned():
+    """Of -10 and 10, as often: half of them each; of the mean alone, 0."""
+    returns = torch.tensor([-10.0, 10.0]).repeat(32)[:, None]
+    for N, expected in ((4, [-10, -10, 10, 10]), (1, [0])):
+        quantiles = torch.zeros(N, requires_grad=True)
+        optimizer = torch.optim.Adam([quantiles], 0.1)
+        for _ in range(400):
+            errors = (returns - quantiles).view(64, 1, 1, N).expand(-1, -1, N, -1)
+            optimizer.zero_grad()
+            quantile_loss(errors).mean().backward()
+            optimizer.step()
+        expected = torch.tensor(expected).float()
+        torch.testing.assert_close(quantiles.detach(), expected, atol=1, rtol=0)
+
+
+@pytest.mark.parametrize("args", [[], DQN, [*DQN, "--quantiles", 3]])
 def test_samples_have_the_errors_they_had_as_new_rollouts(args):
     agent, acted = make_agent(*args, "--n_step", 3)
     expected = {}
@@ -153,12 +193,13 @@ def test_samples_have_the_errors_they_had_as_new_rollouts(args):
         items = agent.replay.add(batch)
         with torch.no_grad():
             errors, real, _ = agent.td_errors(batch)
+        errors = errors.mean((2, 3))
         agent.replay.set_priorities(items, agent.priorities(errors, real))
         by_item = errors.reshape(items.shape[0], -1, B)  # DQN's items are steps.
         for i, b in np.ndindex(items.shape):
             expected[items[i, b]] = by_item[i, :, b]
     batch, items = agent.replay.sample(16)
-    errors, real, _ = agent.td_errors(batch, sampled=True)
+    errors = agent.td_errors(batch, sampled=True)[0].mean((2, 3))
     for b, item in enumerate(items):
         torch.testing.assert_close(errors[:, b], expected[item], atol=1e-5, rtol=1e-4)
 
@@ -188,7 +229,7 @@ def test_the_state_after_the_burn_in_is_that_of_a_full_unroll():
             expected, _ = agent.net(whole, before["core_state"][0])
             steps = {k: after[k] for k in whole}
             got = agent.values(agent.net, steps, after["core_state"][0])
-        torch.testing.assert_close(got, expected["q"][K + T :])
+        torch.testing.assert_close(got, expected["quantiles"][K + T :])
 
 
 def test_no_gradient_comes_from_the_burn_in():
@@ -247,6 +288,7 @@ def test_a_gradient_step_is_that_of_the_weighted_mean_of_hubers_losses(args):
     assert batch["importance"].min() < 0.95
     agent.replay.sample = lambda num, beta: (batch, items)
     errors, real, _ = agent.td_errors(batch, sampled=True)
+    errors = errors.mean((2, 3))
     x = errors.abs()
     assert (x[real] > 1).any() and (x[real] < 1).any()
     losses = torch.where(x < 1, x.square() / 2, x - 0.5) * batch["importance"]

@@ -1,6 +1,7 @@
 """What Q-learning does with values: actions, targets, priorities."""
 
 import torch
+import torch.nn.functional as F
 
 from torchbeast.messages import log
 
@@ -54,6 +55,26 @@ def unscale(x, epsilon=1e-3):
     root = (1 + 4 * epsilon * (x.abs() + 1 + epsilon)).sqrt()
     part = 2 * x / (root + 1 + 2 * epsilon)
     return part * (part.abs() + 2)
+
+
+def of_actions(quantiles, action):
+    """Returns the quantiles [T, B, N] of these actions [T, B], of quantiles [T, B, A,
+    N]."""
+    return quantiles.take_along_dim(action[..., None, None], 2).squeeze(2)
+
+
+def quantile_loss(errors):
+    """Returns the losses [T, B] of quantile regression by Huber's loss (Dabney et al.,
+    arXiv 1710.10044), twice: for N = 1 it is Huber's loss.
+
+    errors [T, B, N, N]: errors[..., j, i] is the j-th target less the i-th quantile,
+    whose level is (i + 1/2) / N.
+    """
+    N = errors.shape[-1]
+    levels = (torch.arange(N, device=errors.device) + 0.5) / N
+    weights = (levels - (errors < 0).float()).abs()
+    losses = F.huber_loss(errors, torch.zeros_like(errors), reduction="none")
+    return (2 * weights * losses).mean(2).sum(2)
 
 
 def copy_interval(flags, num_learned):
