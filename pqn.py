@@ -90,11 +90,11 @@ def defaults(flags, observation_space, action_space):
         "learning_rate": 2.5e-4,
         "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
     }
-    size = 256  # Steps of a minibatch.
+    size = 256 if side is not None and side >= 20 else 64  # Steps of a minibatch.
     if side is None:
-        chosen["q_lambda"], size = 0.95, 64
+        chosen["q_lambda"] = 0.95
     elif side < 20:
-        chosen["net"], chosen["learning_rate"], size = "small", 5e-4, 128
+        chosen["net"], chosen["learning_rate"] = "small", 5e-4
     num = max(1, flags.unroll_length * num_rollouts // size)
     chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
     return chosen

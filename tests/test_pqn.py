@@ -40,7 +40,8 @@ def collect(*args, env=envs.Memory):
     env = environment.Environment([env() for _ in range(B)])
     torch.manual_seed(1)
     agent = pqn.Agent(flags, env.observation_space, env.action_space)
-    nn.init.normal_(agent.net.q.weight, std=0.3)
+    for parameter in agent.net.parameters():  # Blanks have values, too.
+        nn.init.normal_(parameter, std=0.3)
     acted = batches(*make_actor(flags, env, seed=3, agent=agent))
     agent.start_learning(CPU)
     next(acted)
@@ -241,6 +242,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert (atari.net, small.net) == ("nature", "small")
     assert atari.reward_clipping == "abs_one"
     assert small.reward_clipping == numbers.reward_clipping == "none"
+    assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4 and atari.q_lambda == 0.65
     assert atari.exploration_steps == 1_000_000
     recurrent = flags_of(OTHER, NUMBERS, "--use_lstm")
