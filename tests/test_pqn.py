@@ -7,6 +7,7 @@ from gymnasium import spaces
 from torch import nn
 
 import monobeast
+import polybeast
 import pqn
 from tests import envs
 from tests.programs import main, read_logs, refusal
@@ -273,6 +274,14 @@ def test_more_minibatches_than_a_batch_has_rollouts_are_refused(tmp_path):
     args = ["--agent", "pqn", "--env", OTHER, "--num_actors", 0, "--use_lstm"]
     line = refusal(*args, "--num_minibatches", 33, "--savedir", tmp_path)
     assert "--num_minibatches 33: a batch has 32 rollouts" in line
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast])
+def test_presets_have_flags_that_are_there(program):
+    flags = vars(parse_args(program.program_parser("pqn"), ["--preset", "atari"]))
+    other = {"num_actors", "envs_per_actor", "num_servers", "envs_per_server"}
+    assert pqn.PRESETS["atari"].keys() - flags.keys() < other
+    assert flags["unroll_length"] == 128
 
 
 @pytest.mark.parametrize("args", [[], ["--use_lstm", "--preset", "atari"]])
