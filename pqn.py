@@ -6,7 +6,7 @@
 
 Gallici et al., "Simplifying Deep Temporal Difference Learning", arXiv 2407.04811: layer
 normalisation keeps temporal differences from running away, so that a parallelised
-Q-network needs no target network. Read it top to bottom: flags, defaults(), Net, Agent.
+Q-network needs no target network. Read it top to bottom: flags, Net, Agent.
 What it does not define is in torchbeast/q_learning.py and torchbeast/agents.py.
 
 A batch is learned from several times, in minibatches, with targets Q(lambda) of the
@@ -77,29 +77,6 @@ BY_ENVIRONMENT = (
 )  # fmt: skip
 
 
-def defaults(flags, observation_space, action_space):
-    """Returns {name of a flag: its value where the command line has none}: what is best
-    for the kind of environment. Atari's are CleanRL's."""
-    side = smallest_side(observation_space)
-    num_rollouts = ranks.current.share(flags.batch_size)
-    chosen = {
-        "net": "nature",
-        "exploration_steps": flags.total_steps // 10,
-        "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
-        "q_lambda": 0.65,
-        "learning_rate": 2.5e-4,
-        "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
-    }
-    size = 256 if side is not None and side >= 20 else 64  # Steps of a minibatch.
-    if side is None:
-        chosen["q_lambda"] = 0.95
-    elif side < 20:
-        chosen["net"], chosen["learning_rate"] = "small", 5e-4
-    num = max(1, flags.unroll_length * num_rollouts // size)
-    chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
-    return chosen
-
-
 class Net(QNetwork):
     """outputs["q"] [T, B, A]. Without an LSTM nothing is seen of the last action."""
 
@@ -118,7 +95,28 @@ class Agent(QAgent):
     """Learns Q-values from each batch of rollouts, num_epochs times."""
 
     numbers, layer_norm = "relu", True
-    defaults = staticmethod(defaults)
+
+    def defaults(self, observation_space, action_space):
+        """Returns what is best for the kind of environment. Atari's are CleanRL's."""
+        flags = self.flags
+        side = smallest_side(observation_space)
+        num_rollouts = ranks.current.share(flags.batch_size)
+        chosen = {
+            "net": "nature",
+            "exploration_steps": flags.total_steps // 10,
+            "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
+            "q_lambda": 0.65,
+            "learning_rate": 2.5e-4,
+            "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
+        }
+        size = 256 if side is not None and side >= 20 else 64  # Steps of a minibatch.
+        if side is None:
+            chosen["q_lambda"] = 0.95
+        elif side < 20:
+            chosen["net"], chosen["learning_rate"] = "small", 5e-4
+        num = max(1, flags.unroll_length * num_rollouts // size)
+        chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
+        return chosen
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
