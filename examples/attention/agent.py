@@ -30,7 +30,7 @@ def parser():
 
 class Attention(nn.Module):
     """A layer of attention, and one of two linear layers, with the methods of
-    encoders.LSTM. The state: the last M embeddings [1, B, M, H], and which of them are
+    networks.LSTM. The state: the last M embeddings [1, B, M, H], and which of them are
     of this episode [1, B, M]."""
 
     def __init__(self, in_features, context, hidden_size=128, num_heads=4):
