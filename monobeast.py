@@ -96,7 +96,7 @@ class Actor:
 
         take(n): returns the indices of n free buffers, where n rollouts begin.
         """
-        version, versions = None, {}  # Of the weights, now and by buffer.
+        version, versions = None, {}  # The weights' versions, now and by buffer.
 
         def begin(n):
             nonlocal version
@@ -325,7 +325,7 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
         act, flags, num_envs, seed, buffers, learner.weights, full_queue
     )
     learner.start(actors.stage_seconds, actors.take_metrics)
-    locks = threading.Lock(), threading.Lock()  # Of a batch, and of an update.
+    locks = threading.Lock(), threading.Lock()  # One for a batch, one for an update.
     threads = Threads()
 
     def learn():

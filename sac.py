@@ -140,7 +140,7 @@ class ReplayAgent(agents.Agent):
             x = self.distribution.mode(params)
         else:
             x, uniform = self.explore(params), self.net.uniform
-            first = self.distribution.uniform(params)  # Of the first steps.
+            first = self.distribution.uniform(params)  # The first steps' actions.
             x = map_structure(lambda a, b: torch.where(uniform, a, b), first, x)
         action = self.distribution.to_action(x)
         return {"action": map_structure(lambda x: x[None], action)}, core_state
@@ -211,7 +211,7 @@ class Agent(ReplayAgent):
         return self.distribution.sample(params)
 
     def start_learning(self, device):
-        # Of the weight of entropy.
+        # For the weight of entropy:
         self.log_alpha = torch.zeros((), device=device, requires_grad=True)
         self.target_entropy = self.flags.target_entropy
         if self.target_entropy is None:

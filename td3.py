@@ -30,7 +30,7 @@ from torchbeast.flags import number
 from torchbeast.gradients import set_gradients
 from torchbeast.nests import map_structure
 
-LARGEST = 0.999999  # Of an action, which is the tanh of a number.
+LARGEST = 0.999999  # The largest action: a tanh is smaller than 1.
 
 # The authors' constants (sfujim/TD3), which are CleanRL's.
 MUJOCO = dict(

@@ -209,7 +209,7 @@ def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
     y, k = x, 1
     while k < len(x):
         y = torch.cat([y[:-k] + decays[: len(x) - k] * y[k:], y[-k:]])
-        decays = decays[:-k] * decays[k:]  # Of 2 * k steps; only whole ones.
+        decays = decays[:-k] * decays[k:]  # Each is now over 2 * k whole steps.
         k *= 2
     return y
 

@@ -34,7 +34,7 @@ from torchbeast import machine  # noqa: E402
 ENV = "tests.faulty_envs:Flaky-v0"
 T = 20
 CHECKPOINT_S = 5
-PORTS = 50051, 50053  # Of each server host's first server; it has two.
+PORTS = 50051, 50053  # Each server host's first; it has two.
 LEARNERS = 50060, 50061
 DIALS = 2  # The last host.
 RANKS = 2
@@ -50,7 +50,7 @@ class Soak:
         self.learner = None
         self.resumed_at = 0
         self.sessions = []
-        self.lost_steps = []  # Of each learner that was killed.
+        self.lost_steps = []  # By each learner that was killed.
         self.samples = []
 
     def start(self):

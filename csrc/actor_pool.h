@@ -39,7 +39,7 @@
 namespace torchbeast {
 
 inline constexpr int kProtocolVersion = 3;
-inline constexpr int kMaxEnvs = 4096;  // Of a stream.
+inline constexpr int kMaxEnvs = 4096;  // A stream has no more.
 
 inline constexpr size_t kMaxMetricsWaiting = 1 << 24;  // Bytes of them.
 inline constexpr size_t kMaxMetrics = 10'000;          // Episodes whose metrics wait.
@@ -84,10 +84,10 @@ class ActorPool {
     int64_t seed = 0;
     double connect_timeout_s = 60;
     int64_t max_streams = 0;         // That hosts open.
-    double welcome_timeout_s = 300;  // Of those.
+    double welcome_timeout_s = 300;  // Then they are hung up on.
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     int64_t max_message_bytes = kMaxMessageBytes;  // That are read of a server or host.
-    int64_t max_envs = std::numeric_limits<int64_t>::max();  // Of all streams together.
+    int64_t max_envs = std::numeric_limits<int64_t>::max();  // All streams' together.
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
     std::string tls_cert;  // In PEM, as the next two; all empty: no TLS.
@@ -102,10 +102,10 @@ class ActorPool {
     std::string state;  // "connecting", "running", "waiting to reconnect" or "ended".
     int64_t num_envs = 0;
     std::string environment;  // Its name.
-    int64_t steps = 0;        // Of all of its environments.
+    int64_t steps = 0;        // All of its environments'.
     int64_t rollouts = 0;     // That went into the queue.
     int64_t reconnects = 0;   // Streams that failed.
-    int64_t failures = 0;  // Of these since its last rollout, where a server answered.
+    int64_t failures = 0;     // Since its last rollout, where a server answered.
     std::string last_error;
     bool dialed_in = false;  // The host has opened it.
   };
@@ -340,7 +340,7 @@ class ActorPool {
     return std::exchange(metrics_, {});
   }
 
-  // Of the actors that were not removed.
+  // Without actors that were removed.
   [[nodiscard]] std::vector<Status> status() const {
     std::lock_guard<std::mutex> lock(mu_);
     std::vector<Status> result;
@@ -364,7 +364,7 @@ class ActorPool {
     bool removed = false;
     int64_t filling = 0;           // Rollouts that are begun and not delivered.
     std::function<void()> cancel;  // The stream that is under way.
-    Clock::time_point since;       // Of a host's stream.
+    Clock::time_point since;       // When a host's stream began.
     bool silent = false;           // It took too long.
     std::thread thread;
   };
@@ -706,11 +706,11 @@ class ActorPool {
     const std::shared_ptr<protocol::Response> response_;
     protocol::Request request_;
     const int64_t num_envs_;
-    const Nest<ArraySpec> spec_;  // Of a step.
+    const Nest<ArraySpec> spec_;  // A step's.
     const Nest<ArraySpec> action_spec_;
     const Room room_;
-    const int64_t num_actions_;  // Of a rollout.
-    Rollout rollout_;            // Of all environments.
+    const int64_t num_actions_;  // A rollout's.
+    Rollout rollout_;            // All environments' rollouts.
     const int64_t width_;        // Environments of a group.
     std::vector<Group> groups_;
     Nest<Array> step_;        // The newest.
@@ -823,7 +823,7 @@ class ActorPool {
   int64_t num_envs_ = 0;              // Guarded by mu_. See Room.
   Rollouts rollouts_;                 // Guarded by mu_.
   std::vector<std::string> metrics_;  // Guarded by mu_.
-  size_t metrics_bytes_ = 0;          // Guarded by mu_. Of metrics_.
+  size_t metrics_bytes_ = 0;          // Guarded by mu_. The size of metrics_.
   bool running_ = false;              // Guarded by mu_.
   bool stopping_ = false;             // Guarded by mu_.
   bool reached_ = false;              // Guarded by mu_. A server has answered.

@@ -73,7 +73,7 @@ struct AgentOutputs {
     }
   }
 
-  Structure structure;            // Of the dict.
+  Structure structure;            // The dict's.
   std::vector<Array> leaves;      // [1, E, ...]
   std::vector<Array> core_state;  // [., E, ...]
   std::vector<Array> action;      // [E, ...], in the order of the server's.

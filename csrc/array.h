@@ -291,7 +291,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
       [pool = std::make_shared<BufferPool>()](size_t n) { return pool->allocate(n); };
 }
 
-// Of an array. Throws bad_alloc for sizes beyond all bounds.
+// The bytes of an array. Throws bad_alloc for sizes beyond all bounds.
 [[nodiscard]] inline size_t num_bytes(DType dtype, const Dims& shape) {
   auto bytes = static_cast<int64_t>(dtype.bytes());
   for (int i = 0; i < shape.rank(); ++i) {

@@ -155,7 +155,7 @@ class BatchingQueue {
   struct Batch {
     Nest<Array> arrays;  // Contiguous, `rows` rows along batch_dim.
     int64_t rows = 0;
-    std::vector<Payload> payloads;  // Of its items, in order.
+    std::vector<Payload> payloads;  // Its items', in order.
   };
 
   explicit BatchingQueue(const BatchingOptions& options,

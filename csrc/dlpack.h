@@ -53,7 +53,7 @@ struct Tensor {
 };
 
 struct Managed {
-  static constexpr const char* kName = "dltensor";  // Of its capsule.
+  static constexpr const char* kName = "dltensor";  // Its capsule's.
   static constexpr const char* kUsedName = "used_dltensor";
 
   Tensor tensor;

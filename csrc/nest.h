@@ -25,7 +25,7 @@ enum class Kind : uint8_t { kLeaf = 0, kTuple = 1, kList = 2, kDict = 3 };
 
 struct Structure {
   Kind kind = Kind::kLeaf;
-  std::vector<std::string> keys;    // Of a dict, in its order.
+  std::vector<std::string> keys;    // A dict's, in its order.
   std::vector<Structure> children;  // As many as keys, in a dict.
 
   bool operator==(const Structure& other) const {
@@ -85,7 +85,7 @@ inline void match(const Structure& expected, const Structure& other,
   if (expected.kind != other.kind && !sequences) differ();
   if (expected.children.size() != other.children.size()) differ();
   if (expected.kind == Kind::kLeaf) order->push_back(begin);
-  std::vector<size_t> offsets;  // Of other's children, in its leaves.
+  std::vector<size_t> offsets;  // Where other's children begin in its leaves.
   for (const Structure& child : other.children) {
     offsets.push_back(begin);
     begin += child.num_leaves();

@@ -24,13 +24,13 @@ namespace torchbeast {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "arrays are sent as they are");
 
-inline constexpr size_t kMaxErrorBytes = 4000;  // Of what is kept of an error.
+inline constexpr size_t kMaxErrorBytes = 4000;  // No more is kept of an error.
 inline constexpr int kMaxMessageBytes = 1 << 28;
 inline constexpr int kMaxWelcomeBytes = 1 << 20;  // Specs and texts, but no arrays.
-inline constexpr int kMaxMetricsBytes = 1 << 20;  // Of all episodes of a step.
-inline constexpr uint32_t kMetricsOverhead = 40;  // Of an episode, in memory.
-inline constexpr int kMaxNodes = 1024;            // Of a structure, leaves included.
-inline constexpr int64_t kMaxBytes = kMaxMessageBytes;  // Of all arrays of a nest.
+inline constexpr int kMaxMetricsBytes = 1 << 20;  // All episodes' of a step.
+inline constexpr uint32_t kMetricsOverhead = 40;  // An episode's, in memory.
+inline constexpr int kMaxNodes = 1024;  // A structure has no more, leaves included.
+inline constexpr int64_t kMaxBytes = kMaxMessageBytes;  // All arrays' of a nest.
 
 struct ArraySpec {
   DType dtype;

@@ -268,7 +268,7 @@ class ActorProcesses:
         self.weights = weights
         self.full_queue = full_queue
         self.restarts = 0
-        self._failures = Counter()  # Of each actor since its last rollout.
+        self._failures = Counter()  # Each actor's since its last rollout.
         self._metrics = []  # Guarded by _lock.
         self._stage_seconds = Counter()  # Guarded by _lock.
         self._tracebacks = Repeated()

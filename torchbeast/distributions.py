@@ -174,7 +174,7 @@ class Categorical(Distribution):
         """[..., D, A], where A is the largest number of choices."""
         self._check(params)
         A = max(self.num_choices)
-        if A * len(self.num_choices) == self.num_params:  # Of each the same number.
+        if A * len(self.num_choices) == self.num_params:  # All have as many.
             return params.unflatten(-1, (-1, A))
         parts = [
             F.pad(part, (0, A - n), value=IMPOSSIBLE)
@@ -263,7 +263,7 @@ class SquashedGaussian(Gaussian):
 
     def __init__(self, low, high):
         super().__init__(low.shape, low, high)
-        self._has_units = False  # Of x.
+        self._has_units = False  # Whether x has units.
 
     def uniform(self, params):
         """Draws x for each of params, such that actions are uniform in their bounds."""

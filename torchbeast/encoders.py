@@ -122,7 +122,7 @@ def large_images(net):
 # Of observations that a CPU works on at a time, 96 of Atari's: what is computed from
 # them stays in its cache.
 SLICE_BYTES = 96 * 4 * 84 * 84
-ID_FEATURES = 8  # Of each of an image's ids.
+ID_FEATURES = 8  # Each id of an image becomes so many.
 
 
 def autocast(bfloat16, device):

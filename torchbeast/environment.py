@@ -52,8 +52,8 @@ from torchbeast.spaces import BadStep, check_finite
 from torchbeast.vector import Separate, Vector
 
 LOG_EVERY_S = 10  # While environments are made.
-MAX_METRICS = 100  # Of an episode.
-# Of a column of logs.csv: ASCII without spaces, commas and quotes.
+MAX_METRICS = 100  # An episode has no more.
+# A column of logs.csv: ASCII without spaces, commas and quotes.
 NAME = r"[!#-+\--~]{1,100}"
 
 
@@ -125,7 +125,7 @@ def _make_vector(spec, num_envs, seed, kwargs):
     kwargs = {**spec.kwargs, **kwargs}
     if spec.max_episode_steps is not None:
         kwargs.setdefault("max_episode_steps", spec.max_episode_steps)
-    with contextlib.suppress(ValueError):  # Of a function in C.
+    with contextlib.suppress(ValueError):  # It is a function in C.
         if seed is not None and "seed" in inspect.signature(entry_point).parameters:
             kwargs.setdefault("seed", seed)
     env = entry_point(num_envs=num_envs, **kwargs)

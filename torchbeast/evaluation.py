@@ -35,7 +35,7 @@ class Evaluator:
 
     def __init__(self, create_env, flags, step):
         self._interval = flags.eval_interval_steps
-        self._step = step  # Of the last evaluation.
+        self._step = step  # The step of the last evaluation.
         self._idle = True
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()

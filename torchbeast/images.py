@@ -14,7 +14,7 @@ from torchbeast.spaces import MAX_CHOICES, children
 
 LAYOUTS = ("HWC", "CHW", "numbers")
 MIN_SIDE = 10  # Smaller images are vectors: convolutions have nothing to halve.
-# Of an image [H, W]: smaller ones are tables more often than not.
+# The fewest pixels a side of an image [H, W]: what is smaller is mostly a table.
 MIN_SIDE_WITHOUT_CHANNELS = 20
 MAX_COLORS = 4  # So few numbers in a row are the colours of a pixel.
 LARGE_SIDE = 100  # Beyond it an image costs much more than it tells.

@@ -97,7 +97,7 @@ class Job:
         before = shlex.split(logs.last_line(self.output, lambda x: x[:2] == "$ ")[2:])
         if before and (changed := difference(before, self.command)):
             self.note = f"its command {changed}"
-            if self.state == "complete":  # Of another experiment, in all likelihood.
+            if self.state == "complete":  # Very likely another experiment's.
                 self.state = "failed"
                 self.note = f"complete, but {self.note}: name these runs by --xpid"
 
@@ -110,7 +110,7 @@ class Job:
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.output, "a") as output:
             print(f"$ {shlex.join(self.command)}", file=output, flush=True)
-            self.process = subprocess.Popen(  # Of a session that Ctrl-C does not reach.
+            self.process = subprocess.Popen(  # Ctrl-C does not reach its session.
                 self.command, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, env={**os.environ, **gpus},
                 start_new_session=True, preexec_fn=set_up,

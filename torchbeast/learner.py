@@ -80,7 +80,7 @@ class Learner:
         checkpoint.check_agent_state(agent)
         run.restore(agent)
         self.updates = run.updates
-        self.weights = weights  # Of version `updates`.
+        self.weights = weights  # Their version is `updates`.
         self._publish()
         self.batch_size = ranks.current.share(flags.batch_size)
         self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}

@@ -10,8 +10,8 @@ from torchbeast.files import write_atomically
 from torchbeast.messages import log
 
 MAX_COLUMNS = 1000
-# Of logs.csv and TensorBoard. Beside them: the agent's statistics, means over the
-# updates since the line before; and episode/NAME for each NAME in the environment's
+# What a row has. Beside these columns: the agent's statistics, means over the updates
+# since the line before; and episode/NAME for each NAME in the environment's
 # info["episode_metrics"], means over the episodes that have it.
 COLUMNS = {
     "step": "agent steps learned from (T * B an update)",
@@ -55,7 +55,7 @@ class LogWriter:
 
         self._path = path / "logs.csv"
         self._csv = None
-        self._full = False  # Of columns.
+        self._full = False  # There are MAX_COLUMNS.
         self._open(step)
         self._tensorboard = SummaryWriter(path, purge_step=step or None)
 

@@ -17,7 +17,7 @@ from torchbeast.spaces import children
 from vtrace import discounted_sums
 
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
-EPSILON = 1e-8  # Of a variance.
+EPSILON = 1e-8  # Added to a variance.
 LARGEST = 1e100  # Its square is a number.
 
 

@@ -45,7 +45,7 @@ class OldGym(gymnasium.Env):
         super().reset(seed=seed)
         try:
             parameters = inspect.signature(self.env.reset).parameters.values()
-        except (TypeError, ValueError):  # Of a function in C.
+        except (TypeError, ValueError):  # It is a function in C.
             parameters = ()
         takes_seed = any(
             p.name == "seed" or p.kind == p.VAR_KEYWORD for p in parameters

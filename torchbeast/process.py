@@ -252,7 +252,7 @@ class Signals:
         if self.received is not None:
             again = time.monotonic() < self.received_at + 1
             if again or signum == signal.SIGHUP:
-                return  # Of a terminal that is closed two SIGHUPs come, or more.
+                return  # A terminal that is closed sends two SIGHUPs, or more.
             self.on_second()
             kill_children(children())
             with contextlib.suppress(OSError, ValueError):

@@ -32,7 +32,7 @@ from torchbeast.messages import BadInput, Stop, Throttle, first_line, log
 
 VOTE_TIMEOUT_S = 50  # After which a rank that does not vote is gone.
 IDLE_S = 1  # A rank that waits for nothing votes this often.
-PATIENCE_S = 10  # Of the log with a rank that holds the others up.
+PATIENCE_S = 10  # After so long is logged which rank holds the others up.
 MAX_MESSAGE_BYTES = 2**28
 READY, DONE, LEAVING, SAVE, ASK, STATISTICS = range(6)  # What a rank votes.
 
@@ -49,7 +49,7 @@ class Ranks:
         self.rank = rank
         self.num = num
         self.local_rank = local_rank
-        self.hosts = [platform.node()]  # Of the ranks.
+        self.hosts = [platform.node()]  # By rank.
         self.num_here = 1  # Ranks on this host.
         self.lost = False  # Some rank is gone: no thread of ours may be waited for.
         self.faulty = None  # [num], of the last update: whose losses are not finite.
@@ -61,7 +61,7 @@ class Ranks:
         self._over = num == 1  # There are no more votes.
         self._updating = False
         self._nccl = None
-        self._lock = threading.RLock()  # Of a vote, and of _end.
+        self._lock = threading.RLock()  # For a vote, and for _end.
         self._parent = os.getppid()  # Torchrun.
         self._voted_at = time.monotonic()
         self._held_up = {}  # {rank: (since when, Throttle)}, on rank 0.

@@ -267,7 +267,7 @@ class Credit:
             self.learned -= int(padding)
 
     def say_empty(self, step):
-        if step > 0:  # Of a run that is resumed.
+        if step > 0:  # The run is resumed.
             what = "the replay is empty: learning goes on after %d new steps"
             log.info(what, self.num_before)
 

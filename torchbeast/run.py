@@ -43,23 +43,23 @@ class Run:
 
     def __init__(self, flags, frames_per_step=1, num_agents=1):
         self.flags = flags
-        self.num_agents = num_agents  # Of an environment, whose steps are counted.
+        self.num_agents = num_agents  # An environment's; its steps are counted.
         self.step = 0
         self.updates = 0
         self.episodes = 0
-        self.seconds = 0.0  # Of the sessions before this one.
+        self.seconds = 0.0  # In the sessions before this one.
         self.returns = deque(maxlen=100)
         self.frames_per_step = frames_per_step
         self.stage_seconds = dict  # Called for seconds so far: see stages.STAGES.
         self.take_metrics = list  # See Environment.take_metrics().
         self._best = -math.inf  # Mean return of best.tar.
-        self._saved_step = None  # Of model.tar.
+        self._saved_step = None  # The step of model.tar.
         self._checkpoint = self._lock = self._log = None
         self.display = None
         self.shown = "loss", math.nan  # A statistic.
         self._started = None
         self._own = {}  # {name: (sum, count)} since the learners put them together.
-        self._own_returns = []  # Of episodes since then: (sum, number) of updates.
+        self._own_returns = []  # Since then: (sum, number) of each update.
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
         rank = ranks.current.rank
@@ -390,7 +390,9 @@ def run_path(flags) -> pathlib.Path:
             flags.xpid = path.name
             return path
         flags.xpid = torchrun.new_xpid()
-    surrogates = re.search("[\ud800-\udfff]", flags.xpid)  # Of bytes that are no text.
+    surrogates = re.search(
+        "[\ud800-\udfff]", flags.xpid
+    )  # What bytes become that are no text.
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid or surrogates:
         raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")
     return savedir / flags.xpid

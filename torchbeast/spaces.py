@@ -10,8 +10,8 @@ from gymnasium import spaces
 
 from torchbeast.messages import BadInput, first_line
 
-MAX_DEPTH = 16  # Of nested observations.
-MAX_CHOICES = 2**16  # Of a number that is encoded one-hot.
+MAX_DEPTH = 16  # Nested observations go no deeper.
+MAX_CHOICES = 2**16  # A one-hot number has no more.
 LEAVES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
@@ -302,7 +302,7 @@ class Action:
         return np.clip(x, self.space.low, self.space.high)
 
     def rows(self, x):
-        # Of a Box everything is an array.
+        # Everything that is in a Box is an array.
         return map(np.asarray, x) if self.num_choices is None else x
 
     def check(self, x):

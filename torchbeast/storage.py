@@ -157,7 +157,7 @@ class _Frames(_Tensor):
         self._begins[slots] = begins.transpose(0, 1)
         for slot in range(slots.start, slots.stop):
             self._num_whole -= len(self._whole.pop(slot, ()))
-        others = ~(moved_on | begins[1:]) & real[1:]  # Of step t + 1.
+        others = ~(moved_on | begins[1:]) & real[1:]  # Index t is about step t + 1.
         for t, b in others.nonzero().tolist():
             # Frames of what was before are in the next ones' stacks, too.
             whole = self._whole.setdefault(slots.start + b, {})

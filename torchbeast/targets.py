@@ -33,7 +33,7 @@ def n_step_returns(rewards, discounts, real, n):
     going = torch.ones_like(real)
     for k in range(min(n, T)):
 
-        def later(x, k=k):  # Of k transitions later; beyond the end, 0.
+        def later(x, k=k):  # x, k transitions later; 0 beyond the end.
             return torch.cat([x[k:], torch.zeros_like(x[:k])])
 
         going = going & later(real)

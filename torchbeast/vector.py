@@ -154,7 +154,7 @@ class Vector:
         )
 
     def reset(self, seed):
-        self._last = self._end = np.zeros(self.num_envs, bool)  # Of the step before.
+        self._last = self._end = np.zeros(self.num_envs, bool)  # At the step before.
         with Call(f"reset() of {self.name}"):
             result = self.env.reset(seed=seed)
         return self.observations.of_vector(_unpack("reset", result, RESET)[0])

@@ -86,7 +86,7 @@ def why_not_free(address):
                     return os.strerror(errno.EADDRINUSE)
                 with contextlib.suppress(FileNotFoundError):
                     if stat.S_ISSOCK(os.stat(path).st_mode):
-                        os.unlink(path)  # Of a process that was killed.
+                        os.unlink(path)  # A process left it that was killed.
             with socket.socket(socket.AF_UNIX) as s:
                 s.bind(path)
             os.unlink(path)

@@ -57,7 +57,7 @@ class Dialer:
                 tls.check(self.flags, found)
                 own = address = found[self.own % len(found)]
                 if not at_home and len(found) > 1:
-                    # Of the others, each in turn.
+                    # The others are dialed in turn.
                     offset = 1 + others % (len(found) - 1)
                     address = found[(self.own + offset) % len(found)]
                 answered, why = self.stream(address, own)

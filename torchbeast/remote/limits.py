@@ -4,7 +4,7 @@
 MAX_ENVS = 4096
 
 
-MAX_MESSAGE_BYTES = 2**28  # Of a response; the learner takes no more.
+MAX_MESSAGE_BYTES = 2**28  # The learner takes no larger response.
 
 
 MAX_BESIDE_STEP_BYTES = 2**21  # A Welcome, metrics and lengths.

@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 3
 SERVICE = "torchbeast.protocol.EnvironmentServer"
 LEARNER_SERVICE = "torchbeast.protocol.Learner"
 MAX_REQUEST_BYTES = 2**22
-MAX_METRICS_BYTES = 2**20  # Of a response.
+MAX_METRICS_BYTES = 2**20  # A response has no more.
 
 
 def encode_structure(nest):

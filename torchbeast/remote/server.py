@@ -35,7 +35,7 @@ from torchbeast.remote.protocol import (
 )
 from torchbeast.seeds import derive_seed
 
-MAX_STREAMS = 64  # Of a server.
+MAX_STREAMS = 64  # A server has no more.
 MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
 MAX_CONNECTIONS = 2 * MAX_STREAMS  # A stream has one; others are in a handshake.
 HANDSHAKE_TIMEOUT_S = 5

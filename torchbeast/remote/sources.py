@@ -19,7 +19,7 @@ from torchbeast.remote.limits import (
 )
 
 FILES_PER_STREAM = 8
-MIN_SHARE_BYTES = 2**22  # Of each stream, however little memory there is.
+MIN_SHARE_BYTES = 2**22  # Each stream's, however little memory there is.
 
 
 def server_parser() -> argparse.ArgumentParser:
@@ -90,7 +90,7 @@ def check_sizes(flags, step, specs, num_agents, num_streams):
     step: arrays [E, ...]; specs: of one rollout, see rollouts.specs(); num_agents: of
     one environment; num_streams: that the learner opens.
     """
-    num_rows, own_bytes = 0, 0  # Of servers of its own.
+    num_rows, own_bytes = 0, 0  # Those of servers of its own.
     row_bytes = sum(x.nbytes // len(x) for _, x in leaves(step))
     if flags.server_addresses is None and flags.num_servers > 0:
         num_rows = flags.envs_per_server * num_agents

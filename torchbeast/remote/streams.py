@@ -17,11 +17,11 @@ from torchbeast.messages import REMIND_S, BadInput, Stop, Throttle, log
 from torchbeast.remote.addresses import NO_SERVER, read, reason
 from torchbeast.remote.sources import usable
 
-MAX_FAILURES = 8  # Of each stream, before any has delivered a rollout: 13 s.
+MAX_FAILURES = 8  # Each stream's, before any has delivered a rollout: 13 s.
 MAX_CHANGES = 10  # Changes of the file that are logged one by one.
 MAX_ERROR_CHARACTERS = 1000
 BAD_INPUT = (
-    f"{BadInput.__module__}.{BadInput.__name__}: "  # Of a traceback's last line.
+    f"{BadInput.__module__}.{BadInput.__name__}: "  # A traceback's last line begins so.
 )
 MAX_HOSTS = 1000  # That are logged by their names.
 QUIET_S = 10  # At most one line per failing stream in this time.
@@ -55,7 +55,7 @@ class Streams:
         text = flags.server_addresses or ""
         self._path = text[1:] if text.startswith("@") else None
         self._read = None  # What tells whether the file has changed since.
-        self._warned = None  # Of what.
+        self._warned = None  # The reason that was logged last.
         self._logs = {}  # By the streams' numbers.
         self._guests = Guests() if flags.listen is not None else None
 
@@ -252,7 +252,7 @@ class StreamLog:
 
     def __init__(self):
         self.lost = False  # As was logged last.
-        self.reconnects = 0  # Of those that were logged.
+        self.reconnects = 0  # As many were logged.
         self.quiet_until = 0.0
         self.remind_s = REMIND_S
 

@@ -45,7 +45,9 @@ def compare(env, reference, num_envs=4, num_steps=200, seed=0, device=CPU):
     default = torch.get_default_dtype()
     try:
         for dtype in TOLERANCES:
-            torch.set_default_dtype(dtype)  # Of a choice times a Python number, too.
+            torch.set_default_dtype(
+                dtype
+            )  # A choice times a Python number has it, too.
             compare_steps(env, reference, num_envs, num_steps, seed, dtype, device)
         torch.set_default_dtype(torch.float64)
         compare_episodes(env, reference, num_envs, num_steps, seed, device)
