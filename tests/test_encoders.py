@@ -206,7 +206,7 @@ def test_images_are_scaled_by_their_bounds(space, low, high):
         torch.testing.assert_close(x, torch.full_like(x, expected))
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", [net for net in NETS if net != "small"])
 def test_convolutions_see_no_difference_between_backgrounds_of_any_color(net):
     encoder = make_encoder(box(32, 32, 3), net)
     convolution = encoder.layers[0]

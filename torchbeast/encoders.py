@@ -225,8 +225,8 @@ def nature_layers(channels, side):
 
 def small_layers(channels, side):
     """The convolution of MinAtar's networks (Young and Tian, arXiv 1903.03176): for
-    images of so few pixels that each is a thing."""
-    return nn.Sequential(CenteredConv2d(channels, 16, 3), nn.ReLU(), nn.Flatten())
+    images of so few pixels that each is a thing, on no background."""
+    return nn.Sequential(nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten())
 
 
 class ResidualBlock(nn.Module):
