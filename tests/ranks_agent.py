@@ -1,6 +1,7 @@
 """An agent that does on one rank what FAULT says, at its 20th update or before."""
 
 import os
+import signal
 import sys
 
 import torch
@@ -24,6 +25,8 @@ class Agent(polybeast.Agent):
                 raise KeyError("nothing")
             if fault == "exits":
                 sys.exit("enough")
+            if fault == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "nan":
                 batch["reward"][:] = torch.nan
         if fault == "differs":  # As with gradients that nobody sums.

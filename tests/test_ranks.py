@@ -24,6 +24,7 @@ from tests.programs import (
     run,
     wait_for_steps,
 )
+from tests.supervisor import stat
 from tests.test_polybeast_env import free_port
 from torchbeast import ranks, torchrun
 
@@ -144,6 +145,41 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
         program.output,
     )
     assert "GLHF" not in program.output
+
+
+@pytest.mark.survives("rank-stopped")
+def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch):
+    """Without actor processes, all that the others do waits for its gradients."""
+    monkeypatch.setenv("FAULT", "stops")
+    flags = serial(savedir, "--agent", "tests.ranks_agent")
+    vote = "torchbeast.ranks.VOTE_TIMEOUT_S=5"
+    with Program(
+        vote, "monobeast", *flags, module="tests.constants", ranks=2
+    ) as program:
+        program.wait_for("another rank is gone: ")
+        program.wait_for("; results in")
+        os.kill(program.ranks()[-1], signal.SIGKILL)
+        program.end()
+    assert load(savedir)["updates"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.survives("rank-stopped")
+def test_a_second_signal_ends_a_rank_that_waits_for_one_that_is_stopped(
+    savedir, monkeypatch
+):
+    monkeypatch.setenv("FAULT", "stops")
+    with Program(*serial(savedir, "--agent", "tests.ranks_agent"), ranks=2) as program:
+        wait_for_steps(savedir, 800)
+        first, second = program.ranks()
+        while stat(second)[0] != "T":
+            time.sleep(0.05)
+        os.kill(first, signal.SIGTERM)
+        time.sleep(2)  # What comes within a second is the first signal again.
+        os.kill(first, signal.SIGTERM)
+        program.wait_for("quit without saving")
+        os.kill(second, signal.SIGKILL)
+        program.end()
 
 
 @pytest.mark.survives("rank-raises")

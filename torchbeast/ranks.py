@@ -192,8 +192,7 @@ class Ranks:
             votes[self.rank, list(mine) + [ASK] * bool(self._ask)] = 1
             shapes = json.dumps(self.statistics, sort_keys=True)
             votes[self.rank, STATISTICS] = zlib.crc32(shapes.encode())
-            with self._reached():
-                dist.all_reduce(votes, group=self._votes)
+            self._all(dist.all_reduce, votes, group=self._votes)
             texts = []
             if votes[:, LEAVING].any():
                 reasons = self._gather(leaving and reason(leaving), self._votes)
@@ -267,18 +266,35 @@ class Ranks:
         except RuntimeError as e:
             raise self._lose(e) from e
 
+    def _all(self, operation, *args, group=None, **kwargs):
+        """Runs an operation of torch.distributed in which all ranks take part. Raises
+        Stop if some are gone.
+
+        Of a rank that says nothing any more only the votes know that it is gone:
+        another one may take its time here, for example to compile its network. And a
+        thread that waited without end would never run this process's signal handlers.
+        """
+        with self._reached():
+            work = operation(*args, group=group, async_op=True, **kwargs)
+            while not work.is_completed():
+                if group is not None and group is self._nccl:
+                    time.sleep(1e-4)  # After its time-out, NCCL would end all.
+                else:
+                    with contextlib.suppress(RuntimeError):  # Not yet; or see below.
+                        work.wait(datetime.timedelta(seconds=IDLE_S / 5))
+                if self.lost:
+                    self.check()
+            work.wait()  # Raises what went wrong.
+
     def sum(self, x):
         """Replaces a tensor, [n] on the learner's device, by its sum over all ranks."""
         start = time.monotonic()
-        with self._reached():
-            if self._nccl is not None:
-                dist.all_reduce(x, group=self._nccl)
-            elif x.is_cuda:
-                on_host = x.cpu()
-                dist.all_reduce(on_host)
-                x.copy_(on_host)
-            else:
-                dist.all_reduce(x)
+        if self._nccl is not None or not x.is_cuda:
+            self._all(dist.all_reduce, x, group=self._nccl)
+        else:
+            on_host = x.cpu()
+            self._all(dist.all_reduce, on_host)
+            x.copy_(on_host)
         self.seconds["reduction"] += time.monotonic() - start
 
     def max(self, x):
@@ -307,13 +323,13 @@ class Ranks:
         data = json.dumps(x, default=float).encode()
         with self._reached():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
-            dist.all_gather(sizes, torch.tensor([len(data)]), group)
+            self._all(dist.all_gather, sizes, torch.tensor([len(data)]), group=group)
             size = int(max(sizes))
             if size > MAX_MESSAGE_BYTES:
                 raise RuntimeError(f"a message has {size} bytes, {MAX_MESSAGE_BYTES=}")
             mine = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
             texts = [torch.empty_like(mine) for _ in range(self.num)]
-            dist.all_gather(texts, mine, group)
+            self._all(dist.all_gather, texts, mine, group=group)
             try:
                 return [json.loads(text.numpy().tobytes()) for text in texts]
             except (ValueError, RecursionError) as e:
@@ -322,12 +338,11 @@ class Ranks:
     def broadcast(self, data):
         """Returns the bytes that rank 0 has."""
         size = torch.tensor(len(data or b""))
-        with self._reached():
-            dist.broadcast(size, src=0)
-            x = torch.empty(int(size), dtype=torch.uint8)
-            if self.rank == 0:
-                x = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            dist.broadcast(x, src=0)
+        self._all(dist.broadcast, size, src=0)
+        x = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            x = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._all(dist.broadcast, x, src=0)
         return x.numpy().tobytes()
 
     def agree(self, mine, error=BadInput, hint=""):
