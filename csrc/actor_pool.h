@@ -87,7 +87,7 @@ class ActorPool {
     double welcome_timeout_s = 300;  // Then they are hung up on.
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     int64_t max_message_bytes = kMaxMessageBytes;  // That are read of a server or host.
-    int64_t max_envs = std::numeric_limits<int64_t>::max();  // All streams' together.
+    int64_t max_envs = std::numeric_limits<int64_t>::max();  // All that hosts open.
     std::string observation_space;  // As the server prints them; empty: not compared.
     std::string action_space;
     std::string tls_cert;  // In PEM, as the next two; all empty: no TLS.
@@ -512,7 +512,7 @@ class ActorPool {
   }
 
  private:
-  // A stream's share of max_envs, for as long as it lasts.
+  // A host's share of max_envs, for as long as its stream lasts.
   class Room {
    public:
     Room(ActorPool* pool, int64_t num_envs) : pool_(pool), num_envs_(num_envs) {
@@ -552,7 +552,7 @@ class ActorPool {
           num_envs_(response_->welcome().num_envs()),
           spec_(decode_spec(response_->welcome().step())),
           action_spec_(decode_spec(response_->welcome().action())),
-          room_(pool, (check_specs(), num_envs_)),
+          room_(pool, (check_specs(), actor->status.dialed_in ? num_envs_ : 0)),
           num_actions_(options_.burn_in + options_.unroll_length),
           rollout_(num_actions_, spec_, options_.burn_in + 1, options_.one_episode),
           width_(options_.one_episode ? 1 : num_envs_),

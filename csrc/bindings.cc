@@ -532,7 +532,8 @@ Args:
         last one, with done = True and mask = False: the step has an entry "mask" more.
     max_message_bytes: that are read of a server or host: a larger message ends its
         stream.
-    max_envs: environments of all streams together; streams with more are refused.
+    max_envs: environments of all streams together that hosts open; streams with more are
+        refused.
         None: any number.
 
 A stream that fails costs its unfinished rollout; the actor connects again.)")

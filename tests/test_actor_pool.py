@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import polybeast_env
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 from tests.test_agent import one_episode_rollouts
 from tests.test_polybeast_env import COUNTER, free_port, servers
 from torchbeast.environment import Environment, make
+from torchbeast.remote import dialer
 from torchbeast.seeds import derive_seed
 
 T = 7
@@ -487,19 +489,47 @@ def test_arguments_that_make_no_sense_are_refused_by_name(kwargs, message):
         ActorPool(**{**arguments, **kwargs})
 
 
+@contextlib.contextmanager
+def host(address, num_envs):
+    """Dials the learner at the address, in this process."""
+    flags = ["--env", COUNTER, "--learner", address, "--envs_per_server", str(num_envs)]
+    flags = polybeast_env.parser().parse_args(flags)
+    d = dialer.Dialer(polybeast_env.create_env, flags, address)
+    thread = threading.Thread(target=d.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        d.close()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 @pytest.mark.survives("streams-too-large")
-def test_streams_have_no_more_environments_together_than_memory_is_for():
-    with server(4) as (one, _), server(3) as (two, program):
-        with Learner([one], max_envs=6) as learner:
-            learner.drain()
-            learner.wait_for(lambda: learner.status()[one]["rollouts"] > 0)
-            learner.pool.add(two)
-            learner.wait_for(lambda: learner.status()[two]["last_error"])
-            assert learner.status()[two]["last_error"] == (
-                "the learner's memory is for 2 more environments, this stream has 3"
-            )
-            learner.pool.remove(one)
-            learner.wait_for(lambda: learner.status()[two]["rollouts"] > 0)
+def test_hosts_have_no_more_environments_together_than_memory_is_for():
+    address, seen = f"127.0.0.1:{free_port()}", []
+
+    def departed():
+        seen.extend(s["last_error"] for s in learner.pool.take_departed())
+        return seen
+
+    with (
+        server(4) as (own, _),
+        Learner([own], max_envs=5, listen=address) as learner,
+        host(address, 3),
+        host(address, 3),
+    ):
+        learner.drain()
+        learner.wait_for(departed)
+        assert seen[0] == (
+            "the learner's memory is for 2 more environments, this stream has 3"
+        )
+        # They do not take the room of the learner's own servers.
+        learner.pool.remove(own)
+        learner.pool.add(own)
+        learner.wait_for(lambda: learner.status()[own]["rollouts"] > 0)
+        states = [(s["num_envs"], s["dialed_in"]) for s in learner.pool.status()]
+        assert (3, True) in states
 
 
 @pytest.mark.survives("streams-too-large")

@@ -127,7 +127,7 @@ def check_sizes(flags, step, specs, num_agents, num_streams):
     rollout_bytes = sum(x.nbytes for _, x in leaves(specs))
     return {
         "max_message_bytes": step_bytes + MAX_BESIDE_STEP_BYTES,
-        "max_envs": num_rows + max(batch_size * num_agents, quarter // rollout_bytes),
+        "max_envs": max(batch_size * num_agents, quarter // rollout_bytes),
     }
 
 
