@@ -62,7 +62,7 @@ PRESETS = {
         grad_norm_clipping=0.5, net="nature", entropy_cost=0.01, num_epochs=1,
         reward_clipping="abs_one", normalize_rewards=False,
         normalize_observations=False, vtrace_lambda=1.0, ratio_clipping=0.0,
-        separate_value=False,
+        separate_value=False, numbers_net="mlp",
     ),
 }  # fmt: skip
 
@@ -137,18 +137,23 @@ class Agent(agents.Agent):
         )
         if has_images(observation_space):
             return rewards | dict(
-                separate_value=False, normalize_observations=False, vtrace_lambda=1.0,
-                ratio_clipping=0.0, entropy_cost=0.0 if gaussian else 0.01,
-                num_epochs=1, learning_rate=1e-3,
+                separate_value=False, numbers_net="mlp", normalize_observations=False,
+                vtrace_lambda=1.0, ratio_clipping=0.0, num_epochs=1, learning_rate=1e-3,
+                entropy_cost=0.0 if gaussian else 0.01,
             )  # fmt: skip
-        # With 1e-3 for 80 steps, a policy changed by 0.7 nats an update.
-        rate = math.sqrt(flags.unroll_length * flags.batch_size / 80)
-        rate *= 2e-4 if gaussian else 3e-4
+        # With 1e-3 for 80 steps, a policy of ReLUs changed by 0.7 nats an update.
+        size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
+        alone = not flags.use_lstm
         return rewards | dict(
-            separate_value=not flags.use_lstm, normalize_observations=True,
-            vtrace_lambda=0.95, ratio_clipping=0.2, learning_rate=min(1e-3, rate),
-            entropy_cost=0.0 if gaussian else 0.001, num_epochs=4 if gaussian else 1,
+            separate_value=alone, numbers_net="tanh" if alone else "mlp",
+            normalize_observations=True, vtrace_lambda=0.95, ratio_clipping=0.2,
+            entropy_cost=0.0 if gaussian else 0.001, num_epochs=4 if alone else 1,
+            learning_rate=1e-3 if alone else min(1e-3, 3e-4 * size),
         )  # fmt: skip
+
+    @property
+    def numbers(self):
+        return self.flags.numbers_net
 
     def make_net(self, observation_space, action_space):
         make = self.make_encoders if self.flags.separate_value else self.make_encoder

@@ -45,6 +45,7 @@ WARPDRIVE = dict(
     grad_norm_clipping=3.0, reward_clipping="none", loss_reduction="mean",
     num_epochs=1, num_minibatches=1, gae_lambda=1.0, vtrace_lambda=1.0,
     ratio_clipping=0.0, separate_value=False, normalize_observations=False,
+    numbers_net="mlp",
 )  # fmt: skip
 ENV_ARGS = [("size", 100), ("random_starts", False)]
 PRESETS = {

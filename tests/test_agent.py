@@ -374,7 +374,8 @@ def test_learn_ignores_what_stands_at_transitions_that_are_not_real():
     env = environment.Environment(
         [gymnasium.make("torchbeast/Counter-v0") for _ in range(B)]
     )
-    flags = parse("--unroll_length", 40, "--reward_clipping", "none")
+    args = "--unroll_length", 40, "--reward_clipping", "none", "--num_epochs", 1
+    flags = parse(*args)
     actor, batch = collect(flags, env)
     fake = batch["done"][1:]
     assert fake.any() and not fake.all()
@@ -417,7 +418,7 @@ BATCH = {
 def test_first_updates_are_no_longer_than_later_ones():
     flags = parse(
         "--reward_clipping", "none", "--learning_rate", 0.01, "--epsilon", 1e-8,
-        "--total_steps", 10**9,
+        "--total_steps", 10**9, "--num_epochs", 1,
     )  # fmt: skip
     agent = OneWeight(flags, None, spaces.Discrete(2))
     agent.start_learning(CPU)

@@ -38,7 +38,7 @@ def my_agent(monkeypatch):
 def test_an_agent_of_a_users_own_runs_in_either_program(savedir, module):
     """What its act() returned arrives in its learn(), and what learn() returns in the
     log, under names that no other file knows."""
-    flags = ("--agent", "tests.batch_norm_agent")
+    flags = ("--agent", "tests.batch_norm_agent", "--num_epochs", 1)
     result = main(*flags_of(module, savedir, *flags, steps=200), module=module)
     assert result.returncode == 0, result.stderr
     rows = read_logs(savedir / "x")

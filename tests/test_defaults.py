@@ -32,7 +32,7 @@ def test_ataris_are_as_docs_learning_has_them():
         "normalize_observations": False, "normalize_rewards": False,
         "reward_clipping": "abs_one", "vtrace_lambda": 1.0, "ratio_clipping": 0.0,
         "entropy_cost": 0.01, "num_epochs": 1, "learning_rate": 1e-3,
-        "separate_value": False,
+        "separate_value": False, "numbers_net": "mlp",
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_a_flag_that_is_given_wins():
     assert not flags.normalize_observations
     assert flags.chosen.keys() == {
         "normalize_rewards", "reward_clipping", "vtrace_lambda", "ratio_clipping",
-        "learning_rate", "separate_value",
+        "learning_rate", "separate_value", "numbers_net",
     }  # fmt: skip
 
 

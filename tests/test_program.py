@@ -132,6 +132,7 @@ def test_several_learner_threads_learn_every_step_once_and_one_at_a_time(
     calls of the network are at the same time."""
     monkeypatch.setattr(gradients, "SLICE_BYTES", 1)  # A slice for each rollout.
     flags = ("--agent", "tests.batch_norm_agent", "--num_learner_threads", 3, *LOG)
+    flags += ("--num_epochs", 1)
     flags += ("--no-normalize_rewards",)  # Their state would be in larger slices.
     result = main(*small_run(savedir, *flags, steps=2000))
     assert result.returncode == 0, result.stderr

@@ -78,7 +78,7 @@ def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
 
 
 def test_resumed_run_takes_the_learning_rate_of_its_own_command(trained):
-    flags = ("--learning_rate", 1e-3, *LOG)
+    flags = ("--learning_rate", 1e-3, "--num_epochs", 1, *LOG)
     assert main(*serial_run(trained, *flags, steps=1000)).returncode == 0
     rates = [float(row["learning_rate"]) for row in read_logs(trained / "x")]
     expected = [  # Falling from 1e-3 over 1,000 steps of 40 an update, the 11th first.

@@ -22,6 +22,7 @@ READ = "observation", "reward", "done", "last_action"
 BY_ENVIRONMENT = (
     "reward_clipping", "normalize_rewards", "normalize_observations", "vtrace_lambda",
     "ratio_clipping", "entropy_cost", "num_epochs", "learning_rate", "separate_value",
+    "numbers_net",
 )  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def add_impala_flags(group):
     # fmt: off
     group.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
                        help="networks of their own for policy and value")
+    group.add_argument("--numbers_net", choices=("mlp", "tanh"),
+                       help="layers for observations that are numbers, of ReLU or tanh")
     group.add_argument("--vtrace_lambda", type=number(float, 0, 1), metavar="LAMBDA",
                        help="decay of V-trace's traces")
     group.add_argument("--ratio_clipping", type=number(float, 0), metavar="X",
