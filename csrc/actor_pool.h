@@ -83,8 +83,8 @@ class ActorPool {
     bool one_episode = false;  // A rollout ends with its episode, and is padded.
     int64_t seed = 0;
     double connect_timeout_s = 60;
-    int64_t max_streams = 0;         // That hosts open.
-    double welcome_timeout_s = 300;  // Then they are hung up on.
+    int64_t max_streams = 0;  // That hosts open.
+    double welcome_timeout_s = 300;
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
     int64_t max_message_bytes = kMaxMessageBytes;  // That are read of a server or host.
     int64_t max_envs = std::numeric_limits<int64_t>::max();  // All that hosts open.
@@ -240,6 +240,7 @@ class ActorPool {
     actor.status.stream = num_added_++;
     actor.status.address = address;
     actor.status.state = "connecting";
+    actor.since = Clock::now();
     if (running_) start(&actor);
   }
 
@@ -298,10 +299,7 @@ class ActorPool {
       error = std::string(e.what()).substr(0, kMaxErrorBytes);
     }
     std::lock_guard<std::mutex> lock(mu_);
-    if (guest->silent) {
-      error =
-          "no environments came within " + seconds(options_.welcome_timeout_s) + " s";
-    }
+    if (guest->silent) error = silence();
     if (told.empty()) told = error.substr(0, kMaxToldBytes);
     (stopping_ ? rollouts_.ended : rollouts_.lost) += guest->filling;
     guest->status.last_error = error;
@@ -364,7 +362,7 @@ class ActorPool {
     bool removed = false;
     int64_t filling = 0;           // Rollouts that are begun and not delivered.
     std::function<void()> cancel;  // The stream that is under way.
-    Clock::time_point since;       // When a host's stream began.
+    Clock::time_point since;       // When its stream began.
     bool silent = false;           // It took too long.
     std::thread thread;
   };
@@ -382,12 +380,18 @@ class ActorPool {
   }
   void hang_up_on_silent() {
     const auto timeout = std::chrono::duration<double>(options_.welcome_timeout_s);
-    for (Actor& guest : guests_) {
-      if (guest.status.state == "running" || Clock::now() - guest.since < timeout)
-        continue;
-      guest.silent = true;
-      cancel(&guest);
+    for (std::list<Actor>* actors : {&actors_, &guests_}) {
+      for (Actor& actor : *actors) {
+        if (actor.status.state != "connecting" || Clock::now() - actor.since < timeout)
+          continue;
+        actor.silent = true;
+        cancel(&actor);
+      }
     }
+  }
+  [[nodiscard]] std::string silence() const {
+    return "no environments came within " + seconds(options_.welcome_timeout_s) +
+           " s (--env_timeout_seconds)";
   }
   [[nodiscard]] bool ends(const Actor& actor) const {
     return stopping_ || actor.removed;
@@ -421,6 +425,8 @@ class ActorPool {
         std::lock_guard<std::mutex> lock(mu_);
         if (ends(*actor)) break;
         actor->status.state = "connecting";
+        actor->since = Clock::now();
+        actor->silent = false;
         rollouts_before = actor->status.rollouts;
       }
       try {
@@ -436,6 +442,7 @@ class ActorPool {
       std::unique_lock<std::mutex> lock(mu_);
       if (ends(*actor)) break;
       rollouts_.lost += std::exchange(actor->filling, 0);
+      if (actor->silent) error = silence();
       actor->status.last_error = error.substr(0, kMaxErrorBytes);
       ++actor->status.reconnects;
       // Unreachable after it was there: an environment may have killed it.

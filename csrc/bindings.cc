@@ -523,9 +523,8 @@ Args:
         learner shows tls_cert to servers and accepts those whose certificate is signed
         by tls_ca and names the host of the address. "unix:path" stays without TLS.
     listen: an address at which hosts open streams while run() lasts: at most max_streams,
-        with the same tls_*. A host whose environments have not come after
-        welcome_timeout_s is hung up on. Hosts are waited for without limit. None if
-        empty.
+        with the same tls_*. Hosts are waited for without limit. None if empty.
+    welcome_timeout_s: a stream whose environments have not come by then is hung up on.
     burn_in: K. Rollouts have K + T + 1 steps, and the first K + 1 repeat the last ones
         of the rollout before; the first rollout of a stream has K + T new ones.
     one_episode: a rollout has steps of one episode only. Those after its end repeat the

@@ -6,7 +6,9 @@ import re
 import signal
 import threading
 import time
+from concurrent import futures
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.test_agent import one_episode_rollouts
 from tests.test_polybeast_env import COUNTER, free_port, servers
 from torchbeast.environment import Environment, make
 from torchbeast.remote import dialer
+from torchbeast.remote.protocol import SERVICE
 from torchbeast.seeds import derive_seed
 
 T = 7
@@ -277,6 +280,36 @@ def test_servers_with_other_spaces_are_refused_naming_both(kwargs, message):
             assert message in learner.error
             assert next(iter(kwargs.values())) in learner.error
             assert learner.answers == 0
+
+
+@pytest.mark.survives("silent-connection")
+def test_a_server_that_says_nothing_is_hung_up_on():
+    def stream(requests, context):
+        context.add_callback(ended.set)
+        ended.wait(120)
+        yield from ()
+
+    ended, address = threading.Event(), f"127.0.0.1:{free_port()}"
+    silent = grpc.server(futures.ThreadPoolExecutor(8))
+    handler = grpc.stream_stream_rpc_method_handler(stream)
+    handler = grpc.method_handlers_generic_handler(SERVICE, {"Stream": handler})
+    silent.add_generic_rpc_handlers([handler])
+    assert silent.add_insecure_port(address)
+    silent.start()
+    try:
+        with (
+            server() as (other, _),
+            Learner([other, address], welcome_timeout_s=5) as learner,
+        ):
+            learner.drain()
+            learner.wait_for(lambda: learner.status()[address]["last_error"])
+            assert learner.status()[address]["last_error"] == (
+                "no environments came within 5 s (--env_timeout_seconds)"
+            )
+            assert ended.wait(30)
+            assert learner.status()[other]["reconnects"] == 0
+    finally:
+        silent.stop(None).wait()
 
 
 def test_one_bad_server_does_not_disturb_the_others():

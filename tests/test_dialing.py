@@ -435,13 +435,14 @@ def test_reasons_that_are_all_different_do_not_flood_a_hosts_log(monkeypatch):
 
 
 @contextlib.contextmanager
-def fake_learner(address, streams):
-    """Says Hello, and no more. streams: a queue of who comes."""
+def fake_learner(address, streams, says_hello=True):
+    """Says Hello, or nothing, and no more. streams: a queue of who comes."""
 
     def stream(requests, context):
         streams.put(address)
-        hello = pb.Hello(version=PROTOCOL_VERSION, seed=1)
-        yield pb.Request(hello=hello).SerializeToString()
+        if says_hello:
+            hello = pb.Hello(version=PROTOCOL_VERSION, seed=1)
+            yield pb.Request(hello=hello).SerializeToString()
         while context.is_active():
             time.sleep(0.01)
 
@@ -476,6 +477,19 @@ def test_a_dialer_returns_to_its_own_learner_when_that_is_back(monkeypatch):
             d.close()
             thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.survives("silent-connection")
+def test_a_dialer_hangs_up_on_a_learner_that_never_says_hello(monkeypatch):
+    monkeypatch.setattr(dialer, "HELLO_TIMEOUT_S", 0.5)
+    address = here()
+    d = dialer_of(address, address)
+    end = threading.Timer(60, d.close)  # Where it does not hang up.
+    end.start()
+    with fake_learner(address, queue.Queue(), says_hello=False):
+        result = d.stream(address, address)
+    end.cancel()
+    assert result == (False, "the learner said no Hello within 0.5 s")
 
 
 def test_a_process_that_dials_is_not_called_a_server():

@@ -20,9 +20,10 @@ from torchbeast.remote import torchbeast_pb2 as pb
 from torchbeast.remote.addresses import NOT_A_LEARNER, read
 from torchbeast.remote.limits import MAX_MESSAGE_BYTES
 from torchbeast.remote.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
-from torchbeast.remote.server import MAX_ERROR_CHARACTERS, Refused, converse
+from torchbeast.remote.server import MAX_ERROR_CHARACTERS, Refused, converse, within
 
 MAX_WAIT_S = 10  # Between attempts.
+HELLO_TIMEOUT_S = 30  # To connect may take 20 of them.
 MAX_WHY_CHARACTERS = 1000
 PATIENCE_S = 60  # After which other learners of the list are dialed, too.
 
@@ -97,12 +98,13 @@ class Dialer:
         own: the address of the learner for which it would end the stream.
         """
         answered = threading.Event()
+        silent = threading.Event()
         ended = threading.Event()
         call = queue.SimpleQueue()
 
         def messages():
             try:
-                yield from self._converse(call.get(), address, answered)
+                yield from self._converse(call.get(), address, answered, silent)
             finally:
                 ended.set()
 
@@ -120,7 +122,9 @@ class Dialer:
                 if self._closed.is_set():
                     self._call.cancel()
                 why = self._call.details()  # Waits for the end.
-                if self._call.code() is grpc.StatusCode.CANCELLED:
+                if silent.is_set():
+                    why = f"the learner said no Hello within {HELLO_TIMEOUT_S} s"
+                elif self._call.code() is grpc.StatusCode.CANCELLED:
                     why = "the learner ended the stream"
                 ended.wait()
         finally:
@@ -138,13 +142,17 @@ class Dialer:
         why = "".join(c for c in " ".join(why.split()) if c.isprintable())
         return answered.is_set(), why[:MAX_WHY_CHARACTERS]
 
-    def _converse(self, call, address, answered):
+    def _converse(self, call, address, answered, silent):
         """Yields what the learner gets."""
 
         def requests():
-            for request in call:
+            for request in within(HELLO_TIMEOUT_S, call, hang_up):
                 answered.set()
                 yield request
+
+        def hang_up():
+            silent.set()
+            call.cancel()
 
         try:
             yield from converse(self.create_env, self.flags, requests(), address)
