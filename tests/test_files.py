@@ -77,3 +77,15 @@ def test_a_link_to_a_directory_is_not_followed(temporary):
     (temporary / f"{files.SOCKETS}link").symlink_to(elsewhere)
     sweep()
     assert len(list(elsewhere.iterdir())) == 2
+
+
+def test_a_link_of_somebody_else_is_not_replaced(temporary):
+    theirs, run = temporary / "theirs", temporary / "run"
+    theirs.mkdir()
+    latest = temporary / "latest"
+    for target in (theirs, "missing/theirs", "run.old"):
+        latest.symlink_to(target)
+        files.link(run, "latest")
+        ours = target == "run.old"
+        assert os.readlink(latest) == ("run" if ours else str(target))
+        latest.unlink()

@@ -115,7 +115,8 @@ def link(path, name):
     """Has a link of this name, beside the path, lead to it."""
     where = path.with_name(name)
     new = path.with_name(f".{name}-{secrets.token_hex(4)}")
-    if where.exists() and not where.is_symlink():
+    ours = where.is_symlink() and "/" not in os.readlink(where)
+    if os.path.lexists(where) and not ours:
         log.warning("no link %s: something else is there", where)
         return
     try:
