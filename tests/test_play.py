@@ -96,14 +96,15 @@ def test_tests_at_the_same_time_lose_no_result(trained, monkeypatch):
     assert sorted(x["mean_return"] for x in found) == [1.0, 2.0]
 
 
-def test_a_file_that_is_no_result_of_tests_is_not_written_over(trained):
+@pytest.mark.parametrize("text", ["my own notes", '{"mine": 1}', "[1, 2]", "null"])
+def test_a_file_that_is_no_result_of_tests_is_not_written_over(trained, text):
     flags = ("--savedir", trained, "--mode", "test", "--num_test_episodes", 1)
     path = trained / "x" / "test.json"
-    path.write_text("my own notes")
+    path.write_text(text)
     result = main(*flags)
     assert result.returncode == 0
     assert "test.json: not written: " in result.stderr
-    assert path.read_text() == "my own notes"
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,8 @@ def report(flags, path, trained_steps, returns, lengths, metrics):
         with locked_directory(path.parent):  # Other tests may end at the same time.
             before = json.loads(results.read_text()) if results.exists() else []
             before = before if isinstance(before, list) else [before]  # As it once was.
+            if not all(isinstance(x, dict) and "mean_return" in x for x in before):
+                raise ValueError("not of tests")
             text = json.dumps([*before, data], indent=4) + "\n"
             write_atomically(results, text.encode())
     except OSError as e:
