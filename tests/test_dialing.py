@@ -521,6 +521,22 @@ def test_a_socket_that_a_killed_learner_has_left_is_free(tmp_path):
     assert why_not_free(address) == "Address already in use"
 
 
+def test_a_socket_whose_listener_never_accepts_is_not_waited_for(tmp_path):
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(f"{tmp_path}/socket")
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):  # Until no more may wait.
+            while True:
+                s = stack.enter_context(socket.socket(socket.AF_UNIX))
+                s.setblocking(False)
+                s.connect(f"{tmp_path}/socket")
+        found, address = queue.Queue(), f"unix:{tmp_path}/socket"
+        args = {"target": lambda: found.put(why_not_free(address)), "daemon": True}
+        threading.Thread(**args).start()
+        assert found.get(timeout=30) == "Address already in use"
+
+
 def test_an_address_that_nobody_has_is_free():
     address = here()
     assert why_not_free(address) is None

@@ -81,8 +81,10 @@ def why_not_free(address):
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")
             with socket.socket(socket.AF_UNIX) as s:
+                s.settimeout(1)  # Whoever listens may never accept.
                 with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-                    s.connect(path)
+                    with contextlib.suppress(TimeoutError, BlockingIOError):
+                        s.connect(path)
                     return os.strerror(errno.EADDRINUSE)
                 with contextlib.suppress(FileNotFoundError):
                     if stat.S_ISSOCK(os.stat(path).st_mode):
