@@ -133,7 +133,8 @@ def kill_children(pids):
     """Kills children of this process, their children and so on."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     for pid in pids - {tracker}:  # It ends with us, and others may need it.
-        with contextlib.suppress(ProcessLookupError):
+        # One may be another user's: sudo, or a program that is setuid.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)  # It starts no more of them.
             kill_children(children(pid))
             os.kill(pid, signal.SIGKILL)

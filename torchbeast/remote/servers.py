@@ -15,10 +15,11 @@ from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
 from torchbeast.messages import BadInput, Stop, log
-from torchbeast.process import kill_group, signals_blocked
+from torchbeast.process import check_signals, kill_group, signals_blocked
 from torchbeast.remote.addresses import count_up
 
 MAX_FAILURES = 5
+START_S = 60  # A process's time to start, or --env_timeout_seconds if that is more.
 END_S = 20  # A server's time to close its environments, as long as that gets further.
 
 
@@ -46,6 +47,7 @@ class Server:
         """Starts the process. Raises OSError if the machine has too many processes or
         open files."""
         self.started_at = time.monotonic()
+        self.ready = False  # It has said that it serves, or dials.
         self.served = False  # Its socket was there.
         if self.directory is not None:  # Some systems tidy up.
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -83,13 +85,25 @@ main(parent)"""
             )
 
     def wait_until_ready(self):
-        """Waits until the server serves. Raises BadInput if it cannot."""
+        """Waits until the server serves. Raises BadInput if it cannot, or Stop after a
+        signal."""
         try:
+            while not self.connection.poll(0.2):
+                check_signals()
+                if self.is_late():
+                    raise BadInput(f"the {self.name} did not start in time")
             message = self.connection.recv()
         except (EOFError, OSError):
             message = f"the {self.name} ended while it started"
         if message is not None:
             raise BadInput(message)
+        self.ready = True
+
+    def is_late(self):
+        """Tells whether the process hangs while it starts. Once it is ready, it watches
+        its environments itself."""
+        limit_s = max(START_S, self.flags.env_timeout_seconds)
+        return not self.ready and time.monotonic() - self.started_at > limit_s
 
     def restart_if_ended(self, num_rollouts=None):
         """Starts the process again if it has ended, after waits that grow as long as it
@@ -101,8 +115,10 @@ main(parent)"""
         """
         with contextlib.suppress(OSError, EOFError):  # It has ended.
             # A server that cannot start again says so, too, and is tried again.
-            while self.module == "dialer" and self.connection.poll():
-                if (message := self.connection.recv()) is not None:
+            while self.connection.poll():
+                message = self.connection.recv()
+                self.ready = self.ready or message is None
+                if message is not None and self.module == "dialer":
                     raise BadInput(message)
         if num_rollouts is not None and num_rollouts > self.num_rollouts:
             self.num_rollouts = num_rollouts
@@ -110,9 +126,11 @@ main(parent)"""
         if self.process.poll() is None:
             there = os.path.exists(self.address.removeprefix("unix:"))
             self.served = self.served or there
-            if there or not self.served or self.directory is None:
+            if self.is_late():
+                log.error("%s did not start in time", self.name)
+            elif there or not self.served or self.directory is None:
                 return
-            kill_group(self.process)  # Nobody can connect to it any more.
+            kill_group(self.process)  # Nobody can connect to it, or not any more.
             self.process.wait()
         if not self.swept:
             kill_group(self.process)  # What it started, too.
