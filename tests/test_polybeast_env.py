@@ -1,5 +1,6 @@
 """Environment servers, driven as programs, over gRPC, by a client written in Python."""
 
+import argparse
 import contextlib
 import queue
 import secrets
@@ -316,6 +317,69 @@ def test_what_an_environment_raises_ends_its_stream_in_its_own_words(tmp_path):
 
 
 @pytest.mark.survives("garbage")
+@pytest.mark.parametrize("word", ["configured", "настройка", "100%"])
+def test_an_error_in_any_language_reaches_the_learner(tmp_path, word):
+    """gRPC sends three bytes for each byte that is not ASCII, and 8 KB at most."""
+
+    def create_env(flags, num_envs, render_mode=None, seed=None):
+        raise BadInput(1000 * f"{word} ")
+
+    flags = argparse.Namespace(env="x", envs_per_server=1, seed=0)
+    here = grpc.server(futures.ThreadPoolExecutor(4))
+    here.add_generic_rpc_handlers([EnvironmentServer(create_env, flags).handler()])
+    address = f"unix:{tmp_path}/socket"
+    here.add_insecure_port(address)
+    here.start()
+    try:
+        client = Client(address)
+        error = refusal(client, client.welcome)
+    finally:
+        here.stop(None).wait()
+    assert error.code() == grpc.StatusCode.INTERNAL, error.details()
+    last = error.details().splitlines()[-1]
+    assert last.startswith(f"torchbeast.messages.BadInput: {word} {word} ")
+
+
+def test_of_a_text_that_is_too_long_the_end_is_sent_and_the_last_lines_beginning():
+    text = "".join(f"line {i}\n" for i in range(1000)) + "Error: why\n"
+    end = server.end_of(text)
+    assert end.endswith("line 998\nline 999\nError: why") and text.startswith("line 0")
+    assert 3900 < len(end) + 2 * end.count("\n") <= 4000
+    assert server.end_of("a\nb\n") == "a\nb"
+    assert server.end_of("a\n" + 5000 * "b") == 4000 * "b"
+    assert server.end_of("\ud800é") == "?é"
+
+
+def test_calls_of_one_connection_are_limited(counter):
+    with grpc.insecure_channel(counter) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        request, most = health_pb2.HealthCheckRequest(), MAX_STREAMS + 8
+        calls = [watch(request, timeout=60) for _ in range(most)]
+        for call in calls:
+            assert next(call).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as e:
+            next(watch(request, timeout=1))
+        assert e.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        calls[0].cancel()
+        next(watch(request, timeout=60))
+
+
+def test_learners_that_come_and_go_do_not_flood_the_log(monkeypatch):
+    lines = []
+    for level in ("info", "error"):
+        monkeypatch.setattr(server.log, level, lambda *args: lines.append(args))
+    hello = pb.Hello(version=protocol.PROTOCOL_VERSION, seed=1)
+    requests = [pb.Request(hello=hello).SerializeToString()]
+    flags = polybeast_env.parser().parse_args(["--env", COUNTER])
+    environments = EnvironmentServer(polybeast_env.create_env, flags)
+    raising = EnvironmentServer(None, flags)  # Which cannot be called.
+    for _ in range(50):
+        list(environments.stream(iter(requests), fuzz_requests.Context()))
+        with pytest.raises(fuzz_requests.Aborted):
+            list(raising.stream(iter(requests), fuzz_requests.Context()))
+    assert 3 <= len(lines) < 12, lines
+
+
 def test_garbage_sent_to_the_port_does_no_harm(counter):
     host, port = counter.split(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):

@@ -20,7 +20,7 @@ from torchbeast.remote import torchbeast_pb2 as pb
 from torchbeast.remote.addresses import NOT_A_LEARNER, read
 from torchbeast.remote.limits import MAX_MESSAGE_BYTES
 from torchbeast.remote.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
-from torchbeast.remote.server import MAX_ERROR_CHARACTERS, Refused, converse, within
+from torchbeast.remote.server import Refused, converse, end_of, within
 
 MAX_WAIT_S = 10  # Between attempts.
 HELLO_TIMEOUT_S = 30  # To connect may take 20 of them.
@@ -163,8 +163,7 @@ class Dialer:
                 return  # The learner has ended the stream.
             text = e.args[1] if isinstance(e, Refused) else traceback.format_exc()
             log.error("%s: %s", address, self._tracebacks.shorten(text))
-            error = text.encode(errors="replace")[-MAX_ERROR_CHARACTERS:]
-            yield pb.Response(error=error).SerializeToString()
+            yield pb.Response(error=end_of(text).encode()).SerializeToString()
 
     def close(self):
         self._closed.set()

@@ -7,6 +7,7 @@ E is the number of environments of a stream.
 """
 
 import contextlib
+import itertools
 import sys
 import threading
 import time
@@ -36,7 +37,8 @@ from torchbeast.remote.protocol import (
 from torchbeast.seeds import derive_seed
 
 MAX_STREAMS = 64  # A server has no more.
-MAX_ERROR_CHARACTERS = 4000  # gRPC sends a status in a header of at most 8 KB.
+SPARE_THREADS = 8  # For health checks.
+MAX_ERROR_BYTES = 4000  # gRPC sends a status in a header of at most 8 KB.
 MAX_CONNECTIONS = 2 * MAX_STREAMS  # A stream has one; others are in a handshake.
 HANDSHAKE_TIMEOUT_S = 5
 HELLO_TIMEOUT_S = 10
@@ -52,7 +54,8 @@ class EnvironmentServer:
         self.num_streams = 0  # Guarded by _lock.
         self._lock = threading.Lock()
         self._tracebacks = Repeated()
-        self._throttle = Throttle()
+        self._throttle = Throttle()  # Of what learners did wrong.
+        self._visits = Throttle()  # Of their coming and going.
 
     def handler(self):
         """Returns what a grpc.Server is given."""
@@ -97,7 +100,7 @@ class EnvironmentServer:
 
         try:
             requests = within(HELLO_TIMEOUT_S, requests, hang_up)
-            yield from converse(self.create_env, self.flags, requests, peer)
+            yield from converse(self.create_env, self.flags, requests, peer, self._tell)
         except GeneratorExit:  # The learner is gone.
             raise
         except BaseException as e:  # KeyboardInterrupt of an environment, too.
@@ -108,8 +111,12 @@ class EnvironmentServer:
                 self._log(peer, text)
             else:
                 code, text = grpc.StatusCode.INTERNAL, traceback.format_exc()
-                log.error("%s: %s", peer, self._tracebacks.shorten(text))
-            context.abort(code, text[-MAX_ERROR_CHARACTERS:])
+                shorter = self._tracebacks.shorten(text)
+                if shorter == text:
+                    log.error("%s: %s", peer, text)
+                else:
+                    self._log(peer, shorter)
+            context.abort(code, end_of(text))
         finally:
             with self._lock:
                 self.num_streams -= 1
@@ -120,6 +127,31 @@ class EnvironmentServer:
             number, due = self._throttle.count(peer.rpartition(":")[0], text)
         if due:
             log.error("%s: %s (%d so far)", peer, text, number)
+
+    def _tell(self, peer, text):
+        """Logs that a learner comes or goes."""
+        with self._lock:
+            _, due = self._visits.count(peer.rpartition(":")[0], text)
+        if due:
+            tell(peer, text)
+
+
+def end_of(text):
+    """Returns as much of a text as a status may have: of its last line the beginning,
+    and of what is before the end."""
+
+    def num_bytes(c):  # As gRPC encodes it.
+        return 1 if " " <= c <= "~" and c != "%" else 3 * len(c.encode())
+
+    def fitting(text, room):
+        totals = itertools.accumulate(map(num_bytes, text))
+        return "".join(c for c, total in zip(text, totals) if total <= room)
+
+    text = text.encode(errors="replace").decode().rstrip()
+    before, newline, last = text.rpartition("\n")
+    last = fitting(last, MAX_ERROR_BYTES)
+    room = MAX_ERROR_BYTES - sum(map(num_bytes, last))
+    return fitting((before + newline)[::-1], room)[::-1] + last
 
 
 def within(timeout_s, requests, hang_up):
@@ -137,11 +169,15 @@ def within(timeout_s, requests, hang_up):
         yield from requests
 
 
-def converse(create_env, flags, requests, peer):
+def tell(peer, text):
+    log.info("%s: %s", peer, text)
+
+
+def converse(create_env, flags, requests, peer, tell=tell):
     """Steps a batch of environments as a learner asks for, from Hello to the end.
 
-    requests: an iterator of bytes. Yields bytes. Raises Refused, or what an environment
-    raises.
+    requests: an iterator of bytes. tell(peer, text): logs that a learner comes or goes.
+    Yields bytes. Raises Refused, or what an environment raises.
     """
     env = stats = told = None
     try:
@@ -152,7 +188,7 @@ def converse(create_env, flags, requests, peer):
                 f"the learner speaks version {hello.version} of the protocol, this "
                 f"server version {PROTOCOL_VERSION}",
             )
-        log.info("%s: connected", peer)
+        tell(peer, "connected")
         stats = Statistics(peer)
         if hello.stream == 0:  # One tells for all.
             num_steps = getattr(flags, "unroll_length", 20) * flags.envs_per_server
@@ -176,9 +212,9 @@ def converse(create_env, flags, requests, peer):
                 env.close()
         finally:
             if stats is not None:
-                stats.log("disconnected after ")
+                tell(peer, f"disconnected after {stats}")
         if env is not None and stats.steps == 0:
-            log.info("%s: the learner's log says why it left at once", peer)
+            tell(peer, "the learner's log says why it left at once")
 
 
 def make_welcome(env, step):
@@ -216,7 +252,7 @@ class Refused(Exception):
 
 
 class Statistics:
-    """Logs what a stream did, once a minute and at its end."""
+    """What a stream did, which is logged once a minute."""
 
     def __init__(self, peer):
         self.peer = peer
@@ -231,16 +267,16 @@ class Statistics:
             self.episodes += int(end.sum())
             self.total_return += float(step["episode_return"][end].sum())
         if time.monotonic() - self.logged_at > LOG_EVERY_S:
-            self.log()
+            self.logged_at = time.monotonic()
+            tell(self.peer, self)
 
-    def log(self, what=""):
-        self.logged_at = time.monotonic()
-        rate = self.steps / max(1e-9, self.logged_at - self.start)
-        text = f"{what}{self.steps:,} steps, {rate:,.0f} steps/s, "
+    def __str__(self):
+        rate = self.steps / max(1e-9, time.monotonic() - self.start)
+        text = f"{self.steps:,} steps, {rate:,.0f} steps/s, "
         text += f"{self.episodes} episodes"
         if self.episodes:
             text += f", mean return {self.total_return / self.episodes:.2f}"
-        log.info("%s: %s", self.peer, text)
+        return text
 
 
 def add_port(server, address, flags):
@@ -288,7 +324,7 @@ def serve(create_env, flags, address, directory, parent):
     """Serves at the address until the parent closes the connection, or is gone; then
     removes the directory. Returns the EnvironmentServer."""
     try:
-        pool = start_threads(MAX_STREAMS + 8)  # And some for health checks.
+        pool = start_threads(MAX_STREAMS + SPARE_THREADS)
     except RuntimeError as e:
         refuse(parent, f"cannot serve at {address}: {e}")
     server = grpc.server(
@@ -301,6 +337,8 @@ def serve(create_env, flags, address, directory, parent):
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.per_message_decompression", 0),
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+            # Of a connection, lest calls of health.Watch() take the memory.
+            ("grpc.max_concurrent_streams", MAX_STREAMS + SPARE_THREADS),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
             # Learner and server ask each other every 10 s: one that is gone without
             # a word, as when its host's power fails, is noticed after half a minute.
