@@ -141,13 +141,13 @@ class Agent(agents.Agent):
                 vtrace_lambda=1.0, ratio_clipping=0.0, num_epochs=1, learning_rate=1e-3,
                 entropy_cost=0.0 if gaussian else 0.01,
             )  # fmt: skip
-        # With 1e-3 for 80 steps, a policy of ReLUs changed by 0.7 nats an update.
         size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
         alone = not flags.use_lstm
         return rewards | dict(
             separate_value=alone, numbers_net="tanh" if alone else "mlp",
             normalize_observations=True, vtrace_lambda=0.95, ratio_clipping=0.2,
-            entropy_cost=0.0 if gaussian else 0.001, num_epochs=4 if alone else 1,
+            entropy_cost=0.0 if gaussian else 1e-4 if alone else 1e-3,
+            num_epochs=4 if alone else 1,
             learning_rate=1e-3 if alone else min(1e-3, 3e-4 * size),
         )  # fmt: skip
 

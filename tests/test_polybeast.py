@@ -269,8 +269,8 @@ def test_what_goes_wrong_in_an_environment_costs_a_stream_and_not_the_run(savedi
 @pytest.mark.survives("network-overflows")
 @pytest.mark.parametrize("weight", [1.0, math.nan])
 def test_what_makes_the_network_overflow_costs_a_stream_and_bad_weights_the_run(weight):
-    # Normalised observations are bounded.
-    agent, env = make_agent("--no-normalize_observations")
+    # Normalised observations are bounded, and so is tanh.
+    agent, env = make_agent("--no-normalize_observations", "--numbers_net", "mlp")
     with torch.no_grad():
         for p in agent.net.parameters():
             p.fill_(weight)

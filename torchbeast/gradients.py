@@ -102,7 +102,10 @@ def sum_over_ranks(parameters, statistics, weight=None):
     group.sum(flat)
     sums = flat.split([x.numel() for x in tensors])
     sums = [x.view(y.shape) for x, y in zip(sums, tensors)]
-    *sums, group.faulty, total = sums
+    *sums, faulty, total = sums
+    if group.faulty is not None:  # After a first gradient step all ranks are.
+        faulty = torch.where(group.faulty.any(), group.faulty, faulty)
+    group.faulty = faulty
     if weight is not None:
         sums = [x / total.clamp(min=1) for x in sums]
     for grad, x in zip(grads, sums):

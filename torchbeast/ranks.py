@@ -52,7 +52,7 @@ class Ranks:
         self.hosts = [platform.node()]  # By rank.
         self.num_here = 1  # Ranks on this host.
         self.lost = False  # Some rank is gone: no thread of ours may be waited for.
-        self.faulty = None  # [num], of the last update: whose losses are not finite.
+        self.faulty = None  # [num]: whose losses were the first not to be finite.
         self.statistics = {}  # {name: shape}, of the last update.
         self.seconds = {}  # Where the time went, for the log.
         self.describe = lambda: ""  # Says why there are no rollouts.
