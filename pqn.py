@@ -72,7 +72,7 @@ def parser():
 
 # Flags that defaults() chooses.
 BY_ENVIRONMENT = (
-    "net", "exploration_steps", "reward_clipping", "q_lambda", "num_minibatches",
+    "net", "reward_clipping", "q_lambda", "num_minibatches",
     "learning_rate", "grad_norm_clipping",
 )  # fmt: skip
 
@@ -102,18 +102,19 @@ class Agent(QAgent):
         side = smallest_side(observation_space)
         num_rollouts = ranks.current.share(flags.batch_size)
         chosen = {
-            "net": "nature",
             "exploration_steps": flags.total_steps // 10,
             "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
             "q_lambda": 0.65,
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
         }
-        size = 256 if side is not None and side >= 20 else 64  # Steps of a minibatch.
+        size = 64  # Steps of a minibatch.
         if side is None:
             chosen["q_lambda"] = 0.95
         elif side < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
+        else:
+            chosen["net"], size = "nature", 256
         num = max(1, flags.unroll_length * num_rollouts // size)
         chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
         return chosen

@@ -118,7 +118,7 @@ class ReplayAgent(agents.Agent):
         if not is_continuous(action_space):
             raise BadInput(
                 f"--agent {self.name} needs an action space of Boxes, the environment "
-                f"has {action_space}: use --agent polybeast, ppo or r2d2"
+                f"has {action_space}: use --agent polybeast, ppo, pqn or r2d2"
             )
         super().__init__(flags, observation_space, action_space)
         self.net.uniform.fill_(flags.replay_start > 0)

@@ -85,6 +85,8 @@ def number(kind, low=None, high=None, above=None):
 def path(text):
     """An argparse type: an absolute path, because environments may change the working
     directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, not an empty text")
     try:
         return os.path.abspath(pathlib.Path(text).expanduser())
     except RuntimeError as e:  # ~nobody

@@ -23,7 +23,7 @@ def add_exploration_flags(group, low, high, steps):
                        f"own, log-uniformly (default: {low} {high})")
     group.add_argument("--exploration_steps", type=number(int, 0), default=steps,
                        metavar="N", help="agent steps over which it falls from 1 to "
-                       "that (default: %(default)s)")
+                       f"that (default: {steps or 'a tenth of --total_steps'})")
     # fmt: on
 
 

@@ -86,7 +86,7 @@ def copy_interval(flags, num_learned):
     num = int(max(0, flags.total_steps - flags.replay_start) * rate) // interval
     if num < MIN_COPIES:
         log.warning(
-            f"the target network is copied {num} times in {flags.total_steps:,} steps, "
+            f"copies of the target network in {flags.total_steps:,} steps: {num}, "
             f"expected {MIN_COPIES} or more: use a smaller --target_interval or "
             "--replay_batch_size, a larger --replay_ratio, or more --total_steps"
         )
