@@ -146,7 +146,7 @@ class Agent(agents.Agent):
         return rewards | dict(
             separate_value=alone, numbers_net="tanh" if alone else "mlp",
             normalize_observations=True, vtrace_lambda=0.95, ratio_clipping=0.2,
-            entropy_cost=0.0 if gaussian else 1e-4 if alone else 1e-3,
+            entropy_cost=0.0 if gaussian else 3e-4 if alone else 1e-3,
             num_epochs=4 if alone else 1,
             learning_rate=1e-3 if alone else min(1e-3, 3e-4 * size),
         )  # fmt: skip
