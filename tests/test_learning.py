@@ -23,13 +23,8 @@ ABILITIES = {
     # Sampled actions miss the target by their deviation.
     "target": ("tests.envs:torchbeast/Target-v0", SMALL, 0.65, 150_000),
     "mixed": ("tests.envs:torchbeast/Mixed-v0", SMALL, 0.65, 150_000),
-    "pendulum": (
-        "Pendulum-v1",
-        ["--normalize_observations", "--normalize_rewards", "--batch_size", 8,
-         "--entropy_cost", 0.001, "--discounting", 0.95, "--learning_rate", 3e-4],
-        -250,
-        400_000,
-    ),
+    "acrobot": ("Acrobot-v1", [], -100, 300_000),
+    "pendulum": ("Pendulum-v1", [], -250, 400_000),
     "ppo_mixed": ("tests.envs:torchbeast/Mixed-v0", PPO, 0.65, 150_000),
     "ppo_cartpole": ("CartPole-v1", PPO, 475, 500_000),
     "ppo_acrobot": ("Acrobot-v1", PPO, -100, 500_000),
