@@ -281,3 +281,9 @@ def test_the_summary_names_each_entry_and_counts_the_parameters():
     )
     both = torch.nn.ModuleList([encoder, make_encoder(space)])
     assert summary(both).count("observation/cards") == 1
+
+
+def test_a_table_of_integers_that_is_read_as_numbers_says_how_it_becomes_an_image():
+    encoder = make_encoder(spaces.Box(0, 9, (24, 18), np.uint8))
+    said = summary(encoder)
+    assert "(numbers, 432 (24 x 18: --observation_layout HWC makes it" in said

@@ -2,13 +2,16 @@
 
 import functools
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from tests.test_environment import Old, OldScript, Script, play, random_actions
 from tests.test_spaces import Sampler, at
-from torchbeast.environment import Environment
+from torchbeast.environment import Environment, make
+from torchbeast.messages import BadInput
+from torchbeast.old_gym import OldGym
 from torchbeast.seeds import derive_seed
 
 
@@ -181,3 +184,19 @@ def test_an_environment_of_pettingzoo_is_named():
         Environment(Pistonball())
     with pytest.raises(ValueError, match="environment Pistonball: it is PettingZoo's"):
         Environment([Pistonball()])
+
+
+@pytest.fixture
+def registry():
+    before = dict(gymnasium.registry)
+    yield
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
+def test_a_registered_one_says_how_to_register_it(registry):
+    gymnasium.register("Old-v0", entry_point=lambda: OldScript(0))
+    with pytest.raises(BadInput, match="of the old Gym API: register a function that"):
+        make("Old-v0")
+    gymnasium.register("Wrapped-v0", entry_point=lambda: OldGym(OldScript(0)))
+    assert play(Environment(make("Wrapped-v0")), [[0]])[1]["reward"].shape == (1,)

@@ -74,6 +74,9 @@ def _make_encoder(space, name, net, bfloat16, of_numbers):
     elif isinstance(space, (spaces.Box, spaces.MultiBinary)):
         encoder = of_numbers(math.prod(space.shape), scale_of(space))
         what = f"numbers, {math.prod(space.shape)}"
+        if len(space.shape) == 2 and np.issubdtype(space.dtype, np.integer):
+            what += f" ({space.shape[0]} x {space.shape[1]}: --observation_layout HWC "
+            what += "makes it an image)"
     elif isinstance(space, spaces.Discrete):
         encoder = OneHotEncoder([int(space.n)], space.start)
         what = f"1 of {space.n}"

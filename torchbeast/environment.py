@@ -46,7 +46,7 @@ from torchbeast import images
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
-from torchbeast.old_gym import PETTINGZOO, as_gymnasium
+from torchbeast.old_gym import OLD, PETTINGZOO, as_gymnasium
 from torchbeast.process import take_signals_back
 from torchbeast.spaces import BadStep, check_finite
 from torchbeast.vector import Separate, Vector
@@ -108,11 +108,15 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
             text += ": give its arguments by --env_args NAME=VALUE"
         elif "pettingzoo" in text:
             text = f"environment {env_id!r} cannot be made: {PETTINGZOO}"
+        elif "must inherit from the gymnasium.Env" in text:
+            text = f"environment {env_id!r} cannot be made: {OLD}"
         raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
             raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
         reason = " ".join(str(e).split())
+        if "Gym is incompatible with Gymnasium" in reason:
+            reason = OLD
         raise BadInput(f"environment {env_id!r} cannot be made: {reason}") from e
 
 

@@ -12,6 +12,10 @@ from gymnasium.vector import VectorEnv
 
 from torchbeast.messages import BadInput
 
+OLD = (
+    "it is of the old Gym API: register a function that returns "
+    "torchbeast.old_gym.OldGym(it) (docs/fork.md)"
+)
 PETTINGZOO = (
     "it is PettingZoo's, of several agents: make a Gymnasium vector environment with "
     "one row for each agent of it (docs/fork.md)"
