@@ -35,10 +35,11 @@ def test_a_signal_ends_the_wait_for_a_server_that_hangs_while_it_starts(
     create_env, monkeypatch
 ):
     monkeypatch.setenv("HANGS", "1")
-    with Signals(), servers.Servers(create_env) as running:
+    with Signals() as signals, servers.Servers(create_env) as running:
         os.kill(os.getpid(), signal.SIGTERM)
+        start(running)
         with pytest.raises(Stop, match="stopped by SIGTERM"):
-            start(running)
+            signals.check()
 
 
 @pytest.mark.survives("environment-hangs")

@@ -15,7 +15,7 @@ from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
 from torchbeast.messages import BadInput, Stop, log
-from torchbeast.process import check_signals, kill_group, signals_blocked
+from torchbeast.process import Signals, kill_group, signals_blocked
 from torchbeast.remote.addresses import count_up
 
 MAX_FAILURES = 5
@@ -85,11 +85,12 @@ main(parent)"""
             )
 
     def wait_until_ready(self):
-        """Waits until the server serves. Raises BadInput if it cannot, or Stop after a
-        signal."""
+        """Waits until the server serves, or until a signal has come: a run that has
+        begun ends in order. Raises BadInput if the server cannot serve."""
         try:
             while not self.connection.poll(0.2):
-                check_signals()
+                if Signals.current is not None and Signals.current.received:
+                    return
                 if self.is_late():
                     raise BadInput(f"the {self.name} did not start in time")
             message = self.connection.recv()
