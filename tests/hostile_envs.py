@@ -304,7 +304,7 @@ class BadRewards(Base):
     """(died after 3 restarts|no rollout was delivered).*"""
 
     def reward(self):
-        return "a lot"
+        return "a lot" if self.num_steps > 1 else 1.0  # Not when it is tried.
 
 
 class VectorBase(VectorEnv):
