@@ -47,7 +47,7 @@ def test_a_server_that_hangs_while_it_starts_is_given_up(create_env, monkeypatch
     monkeypatch.setenv("HANGS", "1")
     monkeypatch.setattr(servers, "START_S", 1)
     with servers.Servers(create_env) as running:
-        with pytest.raises(BadInput, match="the server at .* did not start in time"):
+        with pytest.raises(BadInput, match="the server at .* did not start within 1 s"):
             start(running)
 
 

@@ -82,9 +82,7 @@ class Call:
         ours = (BadInput, NotWanted)
         if error is None or isinstance(error, ours) or _is_ctrl_c(error):
             return
-        with contextlib.suppress(
-            AttributeError
-        ):  # An exception with slots has no place.
+        with contextlib.suppress(AttributeError):  # It may have slots, and no room.
             error.of_environment = True
         note = f"{self.what} raised {first_line(error)}"
         # A StopIteration would end whatever loop this call is made in, as if all were

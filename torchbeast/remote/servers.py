@@ -92,7 +92,10 @@ main(parent)"""
                 if Signals.current is not None and Signals.current.received:
                     return
                 if self.is_late():
-                    raise BadInput(f"the {self.name} did not start in time")
+                    raise BadInput(
+                        f"the {self.name} did not start within {self.limit_s:g} s: if "
+                        "that is too little, use a larger --env_timeout_seconds"
+                    )
             message = self.connection.recv()
         except (EOFError, OSError):
             message = f"the {self.name} ended while it started"
@@ -103,8 +106,11 @@ main(parent)"""
     def is_late(self):
         """Tells whether the process hangs while it starts. Once it is ready, it watches
         its environments itself."""
-        limit_s = max(START_S, self.flags.env_timeout_seconds)
-        return not self.ready and time.monotonic() - self.started_at > limit_s
+        return not self.ready and time.monotonic() - self.started_at > self.limit_s
+
+    @property
+    def limit_s(self):
+        return max(START_S, self.flags.env_timeout_seconds)
 
     def restart_if_ended(self, num_rollouts=None):
         """Starts the process again if it has ended, after waits that grow as long as it
@@ -128,7 +134,7 @@ main(parent)"""
             there = os.path.exists(self.address.removeprefix("unix:"))
             self.served = self.served or there
             if self.is_late():
-                log.error("%s did not start in time", self.name)
+                log.error("%s did not start within %g s", self.name, self.limit_s)
             elif there or not self.served or self.directory is None:
                 return
             kill_group(self.process)  # Nobody can connect to it, or not any more.
