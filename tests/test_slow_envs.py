@@ -1,14 +1,18 @@
 """Environments that take their time: it is said what is waited for."""
 
+import argparse
 import logging
 import re
+import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
 import pytest
 
+from tests import envs
 from tests.faulty_envs import Base
 from tests.programs import SMALL, run
 from torchbeast import calls
@@ -126,3 +130,16 @@ def test_programs_tell(module, who, tmp_path):
     waits = r"waits for reset\(\) of Late-v0 \(\d+ s since the start\)"
     for what in (waits, f"{who}: {waits}", rf"{who}: \d+ steps in the first \d+ s"):
         assert re.search(rf"^\[.{{8}}\] {what}$", result.stderr, re.M), result.stderr
+
+
+def test_environments_are_made_while_another_thread_imports_torch(monkeypatch):
+    """As in a server, whose streams each have a thread."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    flags = argparse.Namespace(env="Counter")
+
+    def create_env(flags, num_envs, render_mode, seed):
+        return Environment([envs.Counter() for _ in range(num_envs)])
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(calls.create, create_env, flags, 2).result()
+    assert made.num_envs == 2

@@ -201,22 +201,34 @@ def _signals_deferred():
             raise Terminated(first[0])
 
 
+@contextlib.contextmanager
+def _dtype_kept():
+    """A context after which torch's default dtype is what it was: an environment may
+    set it for itself, and networks are made after it. In the first thread alone: in a
+    server's others there are no networks, and torch may be half imported."""
+    torch = sys.modules.get("torch")
+    if threading.current_thread() is not threading.main_thread() or torch is None:
+        yield
+        return
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def create(create_env, flags, num_envs, render_mode=None, seed=None):
     """Calls create_env(). Raises BadInput if it makes another number of
     environments."""
     env = None
-    torch = sys.modules.get("torch")
-    dtype = torch and torch.get_default_dtype()  # An environment may set it for itself.
+    call = Call(f"create_env() of --env {flags.env}")
     try:
-        with _signals_deferred(), Call(f"create_env() of --env {flags.env}"):
+        with _signals_deferred(), _dtype_kept(), call:
             env = create_env(flags, num_envs, render_mode, seed)
     except Terminated:
         if env is not None:
             env.close()
         raise
-    finally:
-        if torch is not None:
-            torch.set_default_dtype(dtype)
     if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
             f"create_env() made {env.num_envs} environments, expected num_envs = "
