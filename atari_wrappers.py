@@ -54,6 +54,24 @@ def is_atari(env_id: str) -> bool:
     )
 
 
+def make(flags, num_envs, render_mode=None):
+    """Makes the game that the flags (polybeast_env.environment_parser()) name, with
+    make_vector(), or with make_single() where it is to be rendered."""
+    if flags.env_args:
+        raise BadInput(
+            "--env_args: Atari's games have --sticky_actions, --full_action_space and "
+            "--terminal_on_life_loss instead"
+        )
+    options = dict(
+        sticky_actions=flags.sticky_actions,
+        full_action_space=flags.full_action_space,
+        terminal_on_life_loss=flags.terminal_on_life_loss,
+    )
+    if render_mode is None:
+        return make_vector(flags.env, num_envs, **options)
+    return make_single(flags.env, render_mode=render_mode, **options)
+
+
 def make_vector(
     env_id: str,
     num_envs: int,

@@ -21,7 +21,6 @@ import queue
 import threading
 from collections import deque
 
-import numpy as np
 import torch
 
 import polybeast_env
@@ -106,9 +105,11 @@ class Actor:
             versions.update(dict.fromkeys(indices, version))
             return indices
 
-        one_episode = self.flags.one_episode_rollouts
-        fill = self.rollouts_of_one_episode if one_episode else self.whole_rollouts
-        for indices in fill(buffers, begin):
+        if self.flags.one_episode_rollouts:
+            filled = rollouts.of_one_episode(self, buffers, begin)
+        else:
+            filled = self.whole_rollouts(buffers, begin)
+        for indices in filled:
             yield [(index, versions[index]) for index in indices]
 
     def whole_rollouts(self, buffers, begin):
@@ -152,37 +153,6 @@ class Actor:
             rollouts.write(self.step, buffers, t + 1, indices)
         # A copy: the buffers may soon be another actor's.
         self.overlap = map_structure(lambda x: x[T:, indices].copy(), buffers)
-
-    def rollouts_of_one_episode(self, buffers, begin):
-        """As whole_rollouts(), but each ends with its episode: each environment is at a
-        step t of its own rollout, or waits for its next episode."""
-        E, T = self.env.num_envs, self.flags.unroll_length
-        t, indices, fills = np.zeros(E, int), np.zeros(E, int), np.zeros(E, bool)
-        last = fills.copy()
-
-        def write_state(x, buffer):
-            buffer[:, indices[begins]] = x.numpy()[:, begins]
-
-        while True:
-            begins = ~fills & ~last
-            if begins.any():
-                t[begins], indices[begins] = 0, begin(begins.sum())
-                rollouts.write_rows(self.step, buffers, t, indices, begins)
-                map_structure(write_state, self.core_states[-1], buffers["core_state"])
-                fills |= begins
-            outputs = self.act()
-            rollouts.write_rows(outputs, buffers, t, indices, fills)
-            with self.stage("environment_wait"):
-                self.step = self.env.step(outputs["action"])
-            t += 1
-            rollouts.write_rows(self.step, buffers, t, indices, fills)
-            last = self.step["terminated"] | self.step["truncated"]
-            ends = fills & (last | (t == T))
-            for e in np.flatnonzero(ends):
-                rollouts.pad(buffers, indices[e], t[e])
-            fills &= ~ends
-            if ends.any():
-                yield indices[ends].tolist()
 
 
 def act(flags, seed, buffers, weights, orders):

@@ -21,7 +21,6 @@ rollout before it. Its actions are those taken on steps 0 to T - 1.
 
 import argparse
 import math
-import os
 import threading
 
 import torch
@@ -32,37 +31,41 @@ import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, devices, distributions, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import initialize, summary
+from torchbeast.encoders import add_numbers_flags, initialize, summary
 from torchbeast.environment import probe
 from torchbeast.flags import Parser, agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
-from torchbeast.messages import BadInput, Stop, log
+from torchbeast.messages import Stop, log
 from torchbeast.nests import map_structure
 from torchbeast.networks import Network
+from torchbeast.optimizers import add_rmsprop_flags
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
 from torchbeast.program import run_program
 from torchbeast.remote import streams, tls
 from torchbeast.remote.limits import MAX_ENVS
 from torchbeast.remote.servers import Servers
-from torchbeast.remote.sources import Sources, server_parser, set_defaults
+from torchbeast.remote.sources import Sources, load_core, server_parser, set_defaults
 from torchbeast.run import Run
 from torchbeast.threads import Threads
 
 # The agent.
 
+# Flags whose defaults depend on the environment: those for Atari (docs/learning.md).
+DEFAULTS = dict(
+    reward_clipping="abs_one", normalize_rewards=False, normalize_observations=False,
+    separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, ratio_clipping=0.0,
+    num_epochs=1, learning_rate=1e-3, entropy_cost=0.01,
+)  # fmt: skip
 # A2C, which V-trace is where acting waits for learning (not in PolyBeast), with the
 # constants of openai/baselines.
 PRESETS = {
-    "a2c": dict(
+    "a2c": DEFAULTS | dict(
         num_actors=0, envs_per_actor=16, batch_size=16, num_envs=16, unroll_length=5,
         learning_rate=7e-4, baseline_cost=1.0, loss_reduction="mean",
-        grad_norm_clipping=0.5, net="nature", entropy_cost=0.01, num_epochs=1,
-        reward_clipping="abs_one", normalize_rewards=False,
-        normalize_observations=False, vtrace_lambda=1.0, ratio_clipping=0.0,
-        separate_value=False, numbers_net="mlp",
+        grad_norm_clipping=0.5, net="nature",
     ),
 }  # fmt: skip
 
@@ -74,6 +77,7 @@ def parser():
     g = p.add_argument_group("network")
     agents.add_network_flags(g, "deep")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    add_numbers_flags(g)
 
     g = p.add_argument_group("loss")
     agents.add_actor_critic_flags(g)
@@ -83,12 +87,16 @@ def parser():
                    metavar="X", help="part of what is learned from that was seen "
                    "before; V-trace corrects for its age (default: %(default)s)")
     replay.add_size_flag(g, 100_000)
-    agents.add_impala_flags(g)
+    g.add_argument("--vtrace_lambda", type=number(float, 0, 1), metavar="LAMBDA",
+                   help="decay of V-trace's traces")
+    g.add_argument("--ratio_clipping", type=number(float, 0), metavar="X",
+                   help="have no action's probability change by more than this part of "
+                   "it, as in PPO; 0: do not limit the change")
 
     g = p.add_argument_group("optimizer (RMSProp)")
-    agents.add_rmsprop_flags(g)
+    add_rmsprop_flags(g)
     # fmt: on
-    by_environment(p, *agents.BY_ENVIRONMENT)  # See Agent.defaults().
+    by_environment(p, *DEFAULTS)
     return p
 
 
@@ -123,33 +131,27 @@ class Agent(agents.Agent):
     IMPALA's own: the encoder, rewards, statistics of normalisation, checkpoints.
     """
 
-    mixer = None  # With --replay_fraction, a replay.Mixer.
-
     def defaults(self, observation_space, action_space):
         """Returns {flag: its value where the command line has none}, by the kind of
-        environment. Atari's are those of docs/learning.md."""
-        flags, atari = self.flags, is_atari(self.flags.env)
-        # Any price of a Gaussian's entropy would pay for larger deviations without end.
-        gaussian = distributions.make(action_space).log_stds.any()
-        rewards = dict(
-            reward_clipping="abs_one" if atari else "none",
-            normalize_rewards=not atari and flags.reward_clipping is None,
-        )
-        if has_images(observation_space):
-            return rewards | dict(
-                separate_value=False, numbers_net="mlp", normalize_observations=False,
-                vtrace_lambda=1.0, ratio_clipping=0.0, num_epochs=1, learning_rate=1e-3,
-                entropy_cost=0.0 if gaussian else 0.01,
+        environment."""
+        flags, chosen = self.flags, dict(DEFAULTS)
+        if not is_atari(flags.env):
+            normalize = flags.reward_clipping is None
+            chosen.update(reward_clipping="none", normalize_rewards=normalize)
+        if not has_images(observation_space):
+            size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
+            chosen.update(
+                normalize_observations=True, vtrace_lambda=0.95, ratio_clipping=0.2,
+                entropy_cost=1e-3, learning_rate=min(1e-3, 3e-4 * size),
             )  # fmt: skip
-        size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
-        alone = not flags.use_lstm
-        return rewards | dict(
-            separate_value=alone, numbers_net="tanh" if alone else "mlp",
-            normalize_observations=True, vtrace_lambda=0.95, ratio_clipping=0.2,
-            entropy_cost=0.0 if gaussian else 3e-4 if alone else 1e-3,
-            num_epochs=4 if alone else 1,
-            learning_rate=1e-3 if alone else min(1e-3, 3e-4 * size),
-        )  # fmt: skip
+            if not flags.use_lstm:
+                chosen.update(
+                    separate_value=True, numbers_net="tanh", num_epochs=4,
+                    entropy_cost=3e-4, learning_rate=1e-3,
+                )  # fmt: skip
+        if distributions.make(action_space).log_stds.any():  # Of Gaussians.
+            chosen["entropy_cost"] = 0.0  # It would pay for larger ones without end.
+        return chosen
 
     @property
     def numbers(self):
@@ -174,7 +176,7 @@ class Agent(agents.Agent):
     def start_learning(self, device):
         super().start_learning(device)
         if self.flags.replay_fraction > 0:
-            self.mixer = replay.Mixer(self.flags, device)
+            self.replay = replay.Mixer(self.flags, device)
 
     def make_optimizer(self):
         flags = self.flags
@@ -201,7 +203,7 @@ class Agent(agents.Agent):
         learning_rate = self.learning_rate()
         self.set_learning_rate(learning_rate)
         parameters = list(self.net.parameters())
-        mixed, logged = (batch, {}) if self.mixer is None else self.mixer.mix(batch)
+        mixed, logged = (batch, {}) if self.replay is None else self.replay.mix(batch)
         steps, clipping = [], self.flags.grad_norm_clipping
         for _ in range(self.flags.num_epochs):  # V-trace corrects for those before.
             x = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
@@ -253,11 +255,6 @@ class Agent(agents.Agent):
         steps = self.updates * self.flags.num_epochs
         correction = math.sqrt(1 - self.flags.alpha ** (steps + 1))
         return self.flags.learning_rate * correction * self.fraction_left()
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        if self.mixer is not None:
-            self.mixer.say_empty(self.step)
 
 
 # The program.
@@ -324,13 +321,7 @@ def train(flags):
 
     Raises BadInput before anything is started.
     """
-    # gRPC logs each attempt to connect; torchbeast/remote/streams.py says what matters.
-    # It reads the variable when it is loaded, which the import below does.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    try:  # Not at the top: testing needs no C++.
-        import libtorchbeast as core
-    except ImportError as e:
-        raise BadInput(str(e)) from e
+    core = load_core()  # Not at the top: testing needs no C++.
     set_defaults(flags)
     sources = Sources(flags)
     flags.seed = seeds.set_seed(flags.seed)

@@ -79,22 +79,7 @@ def create_env(flags, num_envs, render_mode=None, seed=None):
 
         return HostEnvironment(create_warp_env(flags), num_envs)
     if atari_wrappers.is_atari(flags.env):
-        if flags.env_args:
-            raise BadInput(
-                "--env_args: Atari's games have --sticky_actions, --full_action_space "
-                "and --terminal_on_life_loss instead"
-            )
-        options = {
-            "sticky_actions": flags.sticky_actions,
-            "full_action_space": flags.full_action_space,
-            "terminal_on_life_loss": flags.terminal_on_life_loss,
-        }
-        if render_mode is not None:
-            env = atari_wrappers.make_single(
-                flags.env, render_mode=render_mode, **options
-            )
-        else:
-            env = atari_wrappers.make_vector(flags.env, num_envs, **options)
+        env = atari_wrappers.make(flags, num_envs, render_mode)
     else:
         args = dict(flags.env_args)
         env = environment.make(flags.env, num_envs, render_mode, seed, **args)

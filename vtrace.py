@@ -23,7 +23,6 @@ from V(x_{s+1}) (truncated), which needs no argument at all.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 REDUCTIONS = ("sum", "mean")
@@ -69,7 +68,7 @@ def action_log_probs(
             f"actions has shape {tuple(actions.shape)}, expected that of policy_logits "
             f"without its last dimension, {tuple(policy_logits.shape[:-1])}"
         )
-    log_policy = F.log_softmax(policy_logits, dim=-1)
+    log_policy = policy_logits.log_softmax(-1)
     chosen = log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
     return chosen.flatten(2).sum(-1) if chosen.ndim > 2 else chosen
 
@@ -121,13 +120,7 @@ def from_log_probs(
     )
     log_rhos = target_log_probs.detach() - behavior_log_probs.detach()
     returns = from_importance_weights(
-        log_rhos=log_rhos,
-        discounts=discounts,
-        rewards=rewards,
-        values=values,
-        bootstrap_value=bootstrap_value,
-        mask=mask,
-        **thresholds,
+        log_rhos, discounts, rewards, values, bootstrap_value, mask, **thresholds
     )
     return VTraceFromLogitsReturns(
         *returns, log_rhos, behavior_log_probs, target_log_probs

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 import polybeast
 from tests.programs import main
 from tests.test_agent import batches, make_actor, parse
-from torchbeast import agents, environment
+from torchbeast import environment
 from torchbeast.nests import map_structure
 
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -28,7 +28,7 @@ def flags_of(env, observation_space, action_space, *args):
 
 def test_ataris_are_as_docs_learning_has_them():
     flags = flags_of(ATARI, IMAGE, CHOICES)
-    assert {name: getattr(flags, name) for name in agents.BY_ENVIRONMENT} == {
+    assert flags.chosen == {
         "normalize_observations": False, "normalize_rewards": False,
         "reward_clipping": "abs_one", "vtrace_lambda": 1.0, "ratio_clipping": 0.0,
         "entropy_cost": 0.01, "num_epochs": 1, "learning_rate": 1e-3,

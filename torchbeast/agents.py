@@ -4,9 +4,6 @@ An agent is a module with parser(), the flags of its network, loss and optimizer
 subclass of Agent, which says what the network is, how it acts and what it learns.
 """
 
-import argparse
-
-import torch
 from torch import nn
 
 from torchbeast import distributions, encoders, normalization, rollouts
@@ -15,15 +12,10 @@ from torchbeast.flags import fill_in, number
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
+from torchbeast.optimizers import load_optimizer
 
 # What networks read of a step.
 READ = "observation", "reward", "done", "last_action"
-# IMPALA's flags whose defaults depend on the environment.
-BY_ENVIRONMENT = (
-    "reward_clipping", "normalize_rewards", "normalize_observations", "vtrace_lambda",
-    "ratio_clipping", "entropy_cost", "num_epochs", "learning_rate", "separate_value",
-    "numbers_net",
-)  # fmt: skip
 
 
 def add_network_flags(group, net):
@@ -43,6 +35,7 @@ def add_reward_flags(group, clipping):
                        "learned from, never those that are reported "
                        "(default: %(default)s)")
     # fmt: on
+    group.set_defaults(normalize_rewards=False)  # Not all agents have this flag.
 
 
 def add_actor_critic_flags(group):
@@ -57,41 +50,6 @@ def add_actor_critic_flags(group):
     # fmt: on
     add_reward_flags(group, "abs_one")
     normalization.add_reward_flag(group)
-
-
-def add_impala_flags(group):
-    """Adds the flags of what the paper on IMPALA does not have."""
-    # fmt: off
-    group.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
-                       help="networks of their own for policy and value")
-    group.add_argument("--numbers_net", choices=("mlp", "tanh"),
-                       help="layers for observations that are numbers, of ReLU or tanh")
-    group.add_argument("--vtrace_lambda", type=number(float, 0, 1), metavar="LAMBDA",
-                       help="decay of V-trace's traces")
-    group.add_argument("--ratio_clipping", type=number(float, 0), metavar="X",
-                       help="have no action's probability change by more than this "
-                       "part of it, as in PPO; 0: do not limit the change")
-    # fmt: on
-
-
-def add_rmsprop_flags(group):
-    """Adds the flags of IMPALA's optimizer."""
-    # fmt: off
-    group.add_argument("--num_epochs", type=number(int, 1), metavar="N",
-                       help="gradient steps on each batch")
-    group.add_argument("--learning_rate", type=number(float, above=0), metavar="X",
-                       help="learning rate, which falls linearly to 0 at --total_steps")
-    group.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,
-                       metavar="X", help="smoothing constant (default: %(default)s)")
-    group.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
-                       help="momentum (default: %(default)s)")
-    group.add_argument("--epsilon", type=number(float, above=0), default=1e-5,
-                       metavar="X", help="term added to the denominator "
-                       "(default: %(default)s)")
-    group.add_argument("--grad_norm_clipping", type=number(float, above=0),
-                       default=40.0, metavar="X", help="largest gradient norm "
-                       "(default: %(default)s)")
-    # fmt: on
 
 
 class Agent:
@@ -112,6 +70,7 @@ class Agent:
     """
 
     numbers = "mlp"  # What observations that are numbers go through, one of NUMBERS.
+    replay = None  # What old rollouts are learned from with: a Mixer or a Credit.
     layer_norm = False  # Whether each layer of the encoder is normalised.
     burn_in = 0
 
@@ -122,7 +81,7 @@ class Agent:
         self.distribution = self.make_distribution(action_space)
         self.net = self.normalized(self.make_net(observation_space, action_space))
         self.normalized_rewards = None
-        if getattr(flags, "normalize_rewards", False):
+        if flags.normalize_rewards:
             self.normalized_rewards = NormalizedRewards(flags.discounting)
         self.optimizer = None
         self.step = self.updates = 0
@@ -269,18 +228,5 @@ class Agent:
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])
         self.step, self.updates = state["step"], state["updates"]
-
-
-def load_optimizer(optimizer, state):
-    """Loads an optimizer's state, but not its options: this command's flags count, not
-    those that the checkpoint was made with."""
-    options = [
-        {name: x for name, x in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    optimizer.load_state_dict(state)
-    for group, group_options in zip(optimizer.param_groups, options):
-        group.update(group_options)
-    if optimizer.defaults.get("momentum", 0) > 0:
-        for parameter, state_of in optimizer.state.items():  # It may be new.
-            state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        if self.replay is not None:
+            self.replay.say_empty(self.step)

@@ -3,6 +3,7 @@
 To encode a kind of observation differently, edit _make_encoder().
 """
 
+import argparse
 import contextlib
 import functools
 import math
@@ -26,6 +27,17 @@ def add_flags(group, net):
     group.add_argument("--hidden_sizes", nargs="+", type=number(int, 1, 2**16),
                        metavar="N", help="layers for observations that are numbers "
                        "(default: the agent's)")
+    # fmt: on
+
+
+def add_numbers_flags(group):
+    """Adds flags for observations that are numbers, None by default: Agent.numbers, and
+    whether Agent.make_encoders() makes the encoder."""
+    # fmt: off
+    group.add_argument("--numbers_net", choices=("mlp", "tanh"),
+                       help="layers for observations that are numbers, of ReLU or tanh")
+    group.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
+                       help="networks of their own for policy and value")
     # fmt: on
 
 

@@ -20,6 +20,7 @@ no transition leads to them. The transition to the next episode is in no rollout
 
 import math
 
+import numpy as np
 import torch
 
 from torchbeast import machine
@@ -221,3 +222,36 @@ def write_rows(nest, buffers, t, indices, rows):
     at its own t [E] and index [E]."""
     nest = map_structure(lambda x: x[rows], nest)
     write(nest, buffers, t[rows], indices[rows])
+
+
+def of_one_episode(actor, buffers, begin):
+    """Fills rollouts that end with their episodes, as monobeast.Actor.whole_rollouts()
+    does whole ones: each environment is at a step t of its own rollout, or waits for
+    its next episode."""
+    E, T = actor.env.num_envs, actor.flags.unroll_length
+    t, indices, fills = np.zeros(E, int), np.zeros(E, int), np.zeros(E, bool)
+    last = fills.copy()
+
+    def write_state(x, buffer):
+        buffer[:, indices[begins]] = x.numpy()[:, begins]
+
+    while True:
+        begins = ~fills & ~last
+        if begins.any():
+            t[begins], indices[begins] = 0, begin(begins.sum())
+            write_rows(actor.step, buffers, t, indices, begins)
+            map_structure(write_state, actor.core_states[-1], buffers["core_state"])
+            fills |= begins
+        outputs = actor.act()
+        write_rows(outputs, buffers, t, indices, fills)
+        with actor.stage("environment_wait"):
+            actor.step = actor.env.step(outputs["action"])
+        t += 1
+        write_rows(actor.step, buffers, t, indices, fills)
+        last = actor.step["terminated"] | actor.step["truncated"]
+        ends = fills & (last | (t == T))
+        for e in np.flatnonzero(ends):
+            pad(buffers, indices[e], t[e])
+        fills &= ~ends
+        if ends.any():
+            yield indices[ends].tolist()

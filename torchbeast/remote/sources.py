@@ -3,6 +3,7 @@ memory and how many files streams may take.
 """
 
 import argparse
+import os
 
 from torchbeast import devices, machine, ranks, rollouts
 from torchbeast.flags import number, text_or_path
@@ -20,6 +21,18 @@ from torchbeast.remote.limits import (
 
 FILES_PER_STREAM = 8
 MIN_SHARE_BYTES = 2**22  # Each stream's, however little memory there is.
+
+
+def load_core():
+    """Returns the module libtorchbeast. Raises BadInput if it was not built."""
+    # gRPC logs each attempt to connect; torchbeast/remote/streams.py says what matters.
+    # It reads the variable when it is loaded, which the import below does.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        import libtorchbeast
+    except ImportError as e:
+        raise BadInput(str(e)) from e
+    return libtorchbeast
 
 
 def server_parser() -> argparse.ArgumentParser:
