@@ -176,7 +176,7 @@ class Agent(agents.Agent):
     def start_learning(self, device):
         super().start_learning(device)
         if self.flags.replay_fraction > 0:
-            self.replay = replay.Mixer(self.flags, device)
+            self.credit = replay.Mixer(self.flags, device)
 
     def make_optimizer(self):
         flags = self.flags
@@ -203,7 +203,7 @@ class Agent(agents.Agent):
         learning_rate = self.learning_rate()
         self.set_learning_rate(learning_rate)
         parameters = list(self.net.parameters())
-        mixed, logged = (batch, {}) if self.replay is None else self.replay.mix(batch)
+        mixed, logged = (batch, {}) if self.credit is None else self.credit.mix(batch)
         steps, clipping = [], self.flags.grad_norm_clipping
         for _ in range(self.flags.num_epochs):  # V-trace corrects for those before.
             x = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)

@@ -267,4 +267,3 @@ class Agent(QAgent):
         super().load_state_dict(state)
         if self.optimizer is not None:
             self.gradient_steps = state["gradient_steps"]
-            self.credit.say_empty(self.step)

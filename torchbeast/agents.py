@@ -70,7 +70,7 @@ class Agent:
     """
 
     numbers = "mlp"  # What observations that are numbers go through, one of NUMBERS.
-    replay = None  # What old rollouts are learned from with: a Mixer or a Credit.
+    credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
     layer_norm = False  # Whether each layer of the encoder is normalised.
     burn_in = 0
 
@@ -228,5 +228,5 @@ class Agent:
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])
         self.step, self.updates = state["step"], state["updates"]
-        if self.replay is not None:
-            self.replay.say_empty(self.step)
+        if self.credit is not None:
+            self.credit.say_empty(self.step)
