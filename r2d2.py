@@ -214,7 +214,7 @@ class Agent(QAgent):
         discounts = flags.discounting * (~batch["terminated"][K + 1 :]).float()
         returns, discounts, ends = targets.n_step_returns(rewards, discounts, real, n)
         action = batch["action"][K:]
-        steps = {name: batch[name] for name in agents.READ}
+        steps = agents.what_networks_read(batch)
         core_state, _ = batch["core_state"]
         if sampled and not flags.use_lstm:
             returns, discounts, real = returns[:1], discounts[:1], real[:1]

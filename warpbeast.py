@@ -158,7 +158,8 @@ class Rollouts:
         self.carry = map_structure(torch.clone, carry)
         self.fields = list(step)
         self.metrics = {}
-        self._checked = [(name, key) for name in agents for key in CHECKED]
+        checked = [*CHECKED, "action_mask"] if "action_mask" in step else CHECKED
+        self._checked = [(name, key) for name in agents for key in checked]
         self._finite = torch.ones(len(self._checked), dtype=torch.bool, device=device)
         self._unread = self._finite, None  # On its way to the CPU.
         self._write(step, 0)
@@ -197,6 +198,8 @@ class Rollouts:
         for (policy, key), x in zip(self._checked, finite.tolist()):
             if not x:
                 what = f"a number in the {key} of {policy} is not finite"
+                if key == "action_mask":
+                    what = f"an {key} of {policy} allows no action"
                 raise Stop(f"{self.envs.env.name}: {what}", save=False)
 
     @torch.inference_mode()
@@ -232,12 +235,14 @@ class Rollouts:
         for name, x in self.core_states.items():
             map_structure(_copy, tuple(states[name]), x)
         self.metrics = metrics
-        finite = [
-            torch.stack([x.isfinite().all() for _, x in leaves(buffers[key])]).all()
-            for buffers in self.buffers.values()
-            for key in CHECKED
-        ]
-        self._finite.copy_(torch.stack(finite))
+        self._finite.copy_(torch.stack([self._good(*x) for x in self._checked]))
+
+    def _good(self, policy, key):
+        """Tells whether all numbers are finite, and all masks allow an action: []."""
+        x = self.buffers[policy][key]
+        if key == "action_mask":
+            return self.envs.allow(x).all()
+        return torch.stack([x.isfinite().all() for _, x in leaves(x)]).all()
 
     def _of_envs(self, x):
         """[1, B, ...] as [E, n, ...]."""

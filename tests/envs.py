@@ -8,6 +8,7 @@
     torchbeast/Target-v0    a continuous action that depends on what is seen
     torchbeast/Xor-v0       an action that depends on two entries of a Dict together
     torchbeast/Mixed-v0     an action of a choice and of a number that depends on it
+    torchbeast/Masked-v0    the best arm of those that a mask allows
     torchbeast/Counter-v0   none, it counts: for tests of what happens to steps
     torchbeast/Mock-v0      none, it costs nothing: for tests of everything around it
 
@@ -140,6 +141,43 @@ class Bandit(gymnasium.Env):
             return self.context
         distractor = self.np_random.random(2, np.float32)
         return {"context": self.context, "distractor": distractor}
+
+
+class Masked(gymnasium.Env):
+    """One step: arm 0 pays 1, and is there half of the time; arm 1 pays 0.5, and is
+    there always; three others pay nothing, and come and go. The observation shows
+    nothing of it but by its mask. An arm that is not there raises.
+
+    where: what has the mask, "observation" or "info"
+    """
+
+    def __init__(self, where="observation"):
+        self.where = where
+        nothing = spaces.Box(0, 1, (2,), np.float32)
+        self.observation_space = nothing
+        if where == "observation":
+            masks = {"action_mask": spaces.MultiBinary(5)}
+            self.observation_space = spaces.Dict({"nothing": nothing, **masks})
+        self.action_space = spaces.Discrete(5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.mask = self.np_random.integers(2, size=5, dtype=np.int8)
+        self.mask[1] = 1
+        return self._result()
+
+    def step(self, action):
+        if not self.mask[action]:
+            raise RuntimeError(f"arm {action} is not there: {self.mask}")
+        self.mask = np.zeros(5, np.int8)  # The game is over.
+        observation, info = self._result()
+        return observation, (1.0, 0.5, 0, 0, 0)[action], True, False, info
+
+    def _result(self):
+        nothing = np.ones(2, np.float32)
+        if self.where == "info":
+            return nothing, {"action_mask": self.mask}
+        return {"nothing": nothing, "action_mask": self.mask}, {}
 
 
 class Target(gymnasium.Env):
@@ -329,7 +367,8 @@ class MockVector(VectorEnv):
 
 
 for _name in (
-    "Catch", "CatchPixels", "Memory", "Bandit", "Target", "Mixed", "Xor", "Counter"
+    "Catch", "CatchPixels", "Memory", "Bandit", "Masked", "Target", "Mixed", "Xor",
+    "Counter",
 ):  # fmt: skip
     if f"torchbeast/{_name}-v0" not in gymnasium.registry:
         gymnasium.register(

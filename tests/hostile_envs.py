@@ -41,6 +41,36 @@ def hostile_vector(cls):
     return cls
 
 
+# Masks of actions.
+
+
+@hostile
+class AllowsNoAction(Base):
+    """environment AllowsNoAction-v0: info/action_mask of environment 0 allows no"""
+
+    def reset(self, *, seed=None, options=None):
+        observation, _ = super().reset(seed=seed)
+        return observation, {"action_mask": np.zeros(self.action_space.n, np.int8)}
+
+
+@hostile
+class MaskOfAnotherSize(Base):
+    """environment MaskOfAnotherSize-v0: info/action_mask is int8 .7., expected"""
+
+    def reset(self, *, seed=None, options=None):
+        observation, _ = super().reset(seed=seed)
+        return observation, {"action_mask": np.ones(7, np.int8)}
+
+
+@hostile
+class ForgetsItsMask(Base):
+    """environment ForgetsItsMask-v0: info/action_mask is not in the info, a dict"""
+
+    def reset(self, *, seed=None, options=None):
+        observation, _ = super().reset(seed=seed)
+        return observation, {"action_mask": np.ones(self.action_space.n, np.int8)}
+
+
 # What is no Exception, and what ends processes.
 
 

@@ -20,6 +20,12 @@ ABILITIES = {
     "catch": ("tests.envs:torchbeast/Catch-v0", [], 0.9, 300_000),
     "memory": ("tests.envs:torchbeast/Memory-v0", ["--use_lstm"], 0.9, 150_000),
     "cartpole": ("CartPole-v1", [], 400, 500_000),  # The README's.
+    "masked": ("tests.envs:torchbeast/Masked-v0", SMALL, 0.72, 100_000),
+    "ppo_masked": ("tests.envs:torchbeast/Masked-v0", PPO, 0.72, 100_000),
+    "pqn_masked": ("tests.envs:torchbeast/Masked-v0", PQN, 0.72, 100_000),
+    "r2d2_masked": (
+        "tests.envs:torchbeast/Masked-v0", ["--agent", "r2d2"], 0.7, 50_000
+    ),
     # Sampled actions miss the target by their deviation.
     "target": ("tests.envs:torchbeast/Target-v0", SMALL, 0.65, 150_000),
     "mixed": ("tests.envs:torchbeast/Mixed-v0", SMALL, 0.65, 150_000),
@@ -71,6 +77,7 @@ ABILITIES = {
 MODES = {
     "catch": ("actors", "serial", "servers"),
     "memory": ("serial", "servers"),
+    "masked": ("serial", "servers"),
     "mixed": ("servers",),
     "ppo_mixed": ("actors", "serial", "servers"),
     "dqn_catch": ("actors", "serial", "servers"),
@@ -84,6 +91,7 @@ MODES = {
 QUICK = [
     ("catch", "servers"),
     ("memory", "serial"),
+    ("masked", "servers"),
     ("ppo_mixed", "serial"),
     ("dqn_catch", "serial"),
     ("pqn_catch", "serial"),
@@ -91,6 +99,9 @@ QUICK = [
 SLOW = [
     ("catch", "actors"),
     ("cartpole", "actors"),
+    ("ppo_masked", "actors"),
+    ("pqn_masked", "actors"),
+    ("r2d2_masked", "actors"),
     ("target", "actors"),
     ("mixed", "servers"),
     ("r2d2_memory", "serial"),

@@ -14,8 +14,11 @@ from torchbeast.nests import map_structure
 from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
 from torchbeast.optimizers import load_optimizer
 
-# What networks read of a step.
-READ = "observation", "reward", "done", "last_action"
+
+def what_networks_read(batch):
+    """Returns the entries of a batch that networks read."""
+    names = "observation", "reward", "done", "last_action", "action_mask"
+    return {name: batch[name] for name in names if name in batch}
 
 
 def add_network_flags(group, net):

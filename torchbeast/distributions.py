@@ -87,6 +87,7 @@ class Distribution:
     num_params: int
     num_features: int
     log_stds: torch.Tensor
+    num_masked = 0  # C, how many choices masks tell of.
     log_units: float = 0.0
 
     def sample(self, params):
@@ -104,6 +105,11 @@ class Distribution:
     def entropy(self, params):
         """Returns the entropy [...], of densities the differential one."""
         raise NotImplementedError
+
+    def masked(self, params, mask):
+        """Returns params [..., P] without a chance for the choices that a mask [..., C]
+        bool (torchbeast/masks.py) leaves out, and without a gradient to theirs."""
+        return params
 
     def to_action(self, x):
         """Returns the action that x stands for."""
@@ -141,7 +147,7 @@ class Categorical(Distribution):
     def __init__(self, num_choices, shape=()):
         self.num_choices = list(num_choices)
         self.shape = tuple(shape)
-        self.num_params = self.num_features = sum(self.num_choices)
+        self.num_params = self.num_features = self.num_masked = sum(num_choices)
         self.log_stds = torch.zeros(self.num_params, dtype=torch.bool)
 
     def sample(self, params):
@@ -150,6 +156,9 @@ class Categorical(Distribution):
         # would wait for a GPU.)
         gumbel = torch.rand_like(logits).log_().neg_().log_().neg_()
         return self._shaped((logits + gumbel).argmax(-1))
+
+    def masked(self, params, mask):
+        return params.masked_fill(~mask, IMPOSSIBLE)
 
     def mode(self, params):
         return self._shaped(self._logits(params).argmax(-1))
@@ -309,12 +318,18 @@ class Product(Distribution):
         self.num_features = sum(part.num_features for part in parts.values())
         self.log_stds = torch.cat([part.log_stds for part in parts.values()])
         self.log_units = sum(part.log_units for part in parts.values())
+        self.num_masked = sum(part.num_masked for part in parts.values())
 
     def sample(self, params):
         return self._nest(p.sample(x) for p, x in self._split(params))
 
     def rsample(self, params):
         return self._nest(p.rsample(x) for p, x in self._split(params))
+
+    def masked(self, params, mask):
+        masks = mask.split([part.num_masked for part in self.parts.values()], -1)
+        parts = zip(self._split(params), masks)
+        return torch.cat([p.masked(x, m) for (p, x), m in parts], -1)
 
     def mode(self, params):
         return self._nest(p.mode(x) for p, x in self._split(params))

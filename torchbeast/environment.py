@@ -14,6 +14,8 @@ dict of arrays whose first dimension is E:
     episode_step      [E]    int32, of the reported episode, so far
     episode_return    [E]    float32, the same, unclipped
     training_episode_return [E] float32, of the episode between two `done`
+    action_mask    [E, C]    bool, which choices an action has, if the environment says
+                             so (torchbeast/masks.py)
 
 After a last observation the next step ignores its action and returns the first
 observation of the next episode, with reward 0 and `done` (Gymnasium's next-step
@@ -42,7 +44,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import images
+from torchbeast import images, masks
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
@@ -187,6 +189,7 @@ class Environment:
     """
 
     num_agents = 1
+    _mask = None  # [E, C], that of the newest step.
 
     def __init__(self, env, resize=None, layout=None):
         if isinstance(env, VectorEnv):
@@ -239,6 +242,8 @@ class Environment:
             raise RuntimeError("Environment.step before Environment.initial")
         given, action = self.actions.to_environment(action)
         done = self._last
+        if self._mask is not None:
+            self.env.masks.check(action, self._mask, done)
         observation, reward, terminated, truncated, end, metrics = self.env.step(given)
         count_steps(self.num_envs)
         self._episode_step[self._episode_end] = 0
@@ -264,6 +269,7 @@ class Environment:
         truncated = truncated & ~terminated
         self._last = terminated | truncated
         self._episode_end = end
+        self._mask = self.env.masks.of_step(self._last)
         return {
             "observation": observation,
             "reward": reward,
@@ -275,7 +281,14 @@ class Environment:
             "episode_step": self._episode_step.copy(),
             "episode_return": self._episode_return.astype(np.float32),
             "training_episode_return": self._training_return.astype(np.float32),
+            **({} if self._mask is None else {"action_mask": self._mask}),
         }
+
+    def some_action(self):
+        """Returns an action [E, ...] that may be taken after the newest step."""
+        if self._mask is None:
+            return self.actions.zeros()
+        return masks.some_action(self.actions, self._mask)
 
     def _add_metrics(self, metrics):
         """Keeps the numbers of an episode's metrics, and warns once of anything
@@ -365,7 +378,7 @@ def try_step(env):
     else an environment raises is left to actors and servers, which begin anew: it may
     raise that only now and then."""
     try:
-        env.step(env.actions.zeros())
+        env.step(env.some_action())
     except BadStep as e:
         raise BadInput(f"environment {env.name}: {e}") from e
     except NotWanted:

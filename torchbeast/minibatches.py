@@ -37,9 +37,8 @@ def prepare(batch, core_state, **data):
     B, ...] on which actions were taken, as networks read them, those actions, and more
     data about them. Without a core_state it is [1, T * B, ...]: each step stands for
     itself."""
-    read = {name: batch[name] for name in agents.READ}
     data = {
-        **map_structure(lambda x: x[:-1], read),
+        **map_structure(lambda x: x[:-1], agents.what_networks_read(batch)),
         "action": batch["action"],
         "core_state": core_state,
         **data,

@@ -68,7 +68,14 @@ class Network(nn.Module):
         if self.training:
             outputs = {**outputs, **self.value_heads(x_of_values)}
         outputs = {name: y.unflatten(0, (T, B)) for name, y in outputs.items()}
+        if "action_mask" in step:
+            outputs = self.masked(outputs, step["action_mask"])
         return outputs, core_state
+
+    def masked(self, outputs, mask):
+        """Returns the outputs of steps with this mask of actions [T, B, C] bool."""
+        logits = self.distribution.masked(outputs["policy_logits"], mask)
+        return {**outputs, "policy_logits": logits}
 
 
 class LSTM(nn.LSTMCell):

@@ -6,6 +6,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast import agents, targets
+from torchbeast.distributions import IMPOSSIBLE
 from torchbeast.flags import number
 from torchbeast.messages import BadInput
 from torchbeast.networks import Network
@@ -34,6 +35,17 @@ class QNetwork(Network):
         super().__init__(encoder, action_space, use_lstm, feedback)
         # Random actions beyond those of an episode; actors get it with the weights.
         self.register_buffer("exploration", torch.ones(()))
+
+    def masked(self, outputs, mask):
+        """The values of actions that are not allowed are IMPOSSIBLE."""
+        values = {
+            name: outputs[name].masked_fill(
+                ~(mask if name == "q" else mask[..., None]), IMPOSSIBLE
+            )
+            for name in ("q", "quantiles")
+            if name in outputs
+        }
+        return {**outputs, **values}
 
 
 class QAgent(agents.Agent):

@@ -141,7 +141,7 @@ class Observations:
         ]
         for i, observation in enumerate(observations):
             for array, (keys, name, dtype, shape) in zip(arrays, self._leaves):
-                x = _entry(observation, keys, name) if keys else observation
+                x = entry(observation, keys, name) if keys else observation
                 if not (  # As nearly always, and three times as fast as the check.
                     type(x) is np.ndarray and x.dtype is dtype and x.shape == shape
                 ):
@@ -154,7 +154,7 @@ class Observations:
         `final`, an info's "final_obs"."""
         arrays = []
         for keys, name, dtype, shape in self._leaves:
-            x = _entry(observation, keys, name)
+            x = entry(observation, keys, name)
             x = as_declared(x, dtype, (self.num_envs, *shape), name)
             x = np.asarray(x, dtype, order="C")
             if len(rows) > 0:
@@ -220,13 +220,13 @@ class Actions:
         take them."""
         arrays = []
         for leaf in self.leaves:
-            x, y = (_entry(a, leaf.keys, leaf.name) for a in (action, other))
+            x, y = (entry(a, leaf.keys, leaf.name) for a in (action, other))
             arrays.append(np.where(rows.reshape(-1, *[1] * len(leaf.shape)), x, y))
         return self.nest(arrays)
 
     def split(self, action):
         """Returns the E actions of to_environment(), one for each environment."""
-        rows = [leaf.rows(_entry(action, leaf.keys, leaf.name)) for leaf in self.leaves]
+        rows = [leaf.rows(entry(action, leaf.keys, leaf.name)) for leaf in self.leaves]
         return [self.nest(row) for row in zip(*rows)]
 
     def from_bytes(self, data):
@@ -250,7 +250,7 @@ class Actions:
         return self.nest(arrays)
 
     def _array(self, action, leaf):
-        x = np.asarray(_entry(action, leaf.keys, leaf.name))
+        x = np.asarray(entry(action, leaf.keys, leaf.name))
         shape = (self.num_envs, *leaf.shape)
         if x.shape != shape or not np.can_cast(x.dtype, leaf.dtype, "same_kind"):
             raise ValueError(
@@ -371,7 +371,8 @@ def _bounds(space, name="observation"):
         yield name, (space.start, space.start + space.nvec - 1)
 
 
-def _entry(nest, keys, name):
+def entry(nest, keys, name):
+    """Returns what is at these keys of a nest. Raises BadStep, which names it."""
     for key in keys:
         try:
             nest = nest[key]
@@ -387,8 +388,8 @@ def _row(final, i, keys, name):
     """Returns an entry of the i-th observation of an info's "final_obs": an array of E
     observations, or one observation of arrays [E, ...]."""
     while keys and isinstance(final, (dict, tuple)):
-        final, keys = _entry(final, keys[:1], name), keys[1:]
-    return _entry(final, (i, *keys), name)
+        final, keys = entry(final, keys[:1], name), keys[1:]
+    return entry(final, (i, *keys), name)
 
 
 def _pack(space, arrays):

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from torchbeast.distributions import IMPOSSIBLE
 from torchbeast.messages import log
 
 MIN_COPIES = 100
@@ -11,9 +12,9 @@ ETA = 0.9  # A rollout's priority: its largest error, and the rest its mean erro
 
 def epsilon_greedy(q, epsilon):
     """Returns {"action": [T, B]}: random ones with probability epsilon [T, B], else
-    those of the largest values q [T, B, A]."""
+    those of the largest values q [T, B, A]. None is IMPOSSIBLE."""
     action = q.argmax(-1)
-    random = torch.randint_like(action, q.shape[-1])
+    random = torch.rand_like(q).masked_fill(q == IMPOSSIBLE, -1).argmax(-1)
     action = torch.where(torch.rand_like(epsilon) < epsilon, random, action)
     return {"action": action}
 

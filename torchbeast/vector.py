@@ -1,8 +1,8 @@
 """Environments that step together: Separate ones, or a Vector.
 
 Both give arrays [E, ...] as the spaces declare them, and raise BadStep for what an
-environment returns that is not. Of an info they read `episode_end` and
-`episode_metrics`, and look at nothing else in it. (Gymnasium's SyncVectorEnv merges all
+environment returns that is not. Of an info they read `episode_end`, `episode_metrics`
+and `action_mask`, and look at nothing else in it. (Gymnasium's SyncVectorEnv merges all
 of the infos, which other people's environments fill with anything, and casts what does
 not fit.)
 
@@ -12,6 +12,7 @@ No torch in here: environment servers import this file.
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from torchbeast import masks
 from torchbeast.calls import Call
 from torchbeast.messages import BadInput, log
 from torchbeast.seeds import derive_seed
@@ -31,6 +32,8 @@ class Separate:
     episode_end [E], metrics), where metrics is a list of E infos' "episode_metrics", or
     None where there are none. After its last observation an environment is reset
     instead of stepped.
+
+    masks: masks.Masks, which have those of the newest observations
     """
 
     same_step = False
@@ -45,8 +48,8 @@ class Separate:
         self.name = name_of(first)
         space = space_of(first, "observation_space")
         action_space = space_of(first, "action_space")
-        self.observations = Observations(space, self.num_envs)
         self.actions = Actions(action_space, self.num_envs)
+        self.observations, self.masks = _split(space, self.actions)
         for env in others:
             if (env.observation_space, env.action_space) != (space, action_space):
                 raise BadInput(
@@ -59,14 +62,14 @@ class Separate:
     def reset(self, seed):
         self._last = np.zeros(self.num_envs, bool)
         return self.observations.stack(
-            self._reset(env, None if seed is None else derive_seed(seed, i))
+            self._reset(i, env, None if seed is None else derive_seed(seed, i))
             for i, env in enumerate(self.envs)
         )
 
-    def _reset(self, env, seed=None):
+    def _reset(self, i, env, seed=None):
         with self._reset_call:
             result = env.reset(seed=seed)
-        return _unpack("reset", result, RESET)[0]
+        return self.masks.take(*_unpack("reset", result, RESET), i)
 
     def step(self, action):
         E = self.num_envs
@@ -76,7 +79,7 @@ class Separate:
 
         def step(i, env):
             if self._last[i]:
-                return self._reset(env)
+                return self._reset(i, env)
             with self._step_call:
                 result = env.step(actions[i])
             observation, reward, ends, cut, info = _unpack("step", result, STEP)
@@ -88,7 +91,7 @@ class Separate:
                 if "episode_end" in info:
                     end[i] = bool(_number(info["episode_end"], "info['episode_end']"))
                 metrics[i] = info.get("episode_metrics") if end[i] else None
-            return observation
+            return self.masks.take(observation, info, i)
 
         observations = self.observations.stack(map(step, range(E), self.envs))
         terminated, truncated, end = map(np.array, (terminated, truncated, end))
@@ -135,9 +138,9 @@ class Vector:
         self.same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP.value
         self.unseen = False
         space = space_of(env, "single_observation_space")
-        self.observations = Observations(space, self.num_envs)
         action_space = space_of(env, "single_action_space")
         self.actions = Actions(action_space, self.num_envs)
+        self.observations, self.masks = _split(space, self.actions)
         self._zeros, _ = self.actions.to_environment(self.actions.zeros())
         self._step_call = Call(f"step() of {self.name}")
         self._warned = False
@@ -157,7 +160,13 @@ class Vector:
         self._last = self._end = np.zeros(self.num_envs, bool)  # At the step before.
         with Call(f"reset() of {self.name}"):
             result = self.env.reset(seed=seed)
-        return self.observations.of_vector(_unpack("reset", result, RESET)[0])
+        observations = self.masks.take(*_unpack("reset", result, RESET))
+        if self.same_step and self.masks.of_step(self._last) is not None:
+            raise BadInput(
+                f"vector environment {self.name} has an action_mask and states "
+                "AutoresetMode.SAME_STEP, expected NEXT_STEP"
+            )
+        return self.observations.of_vector(observations)
 
     def step(self, action):
         if self.same_step and self._last.any():
@@ -167,6 +176,7 @@ class Vector:
         observations, rewards, terminated, truncated, info = _unpack(
             "step", result, STEP
         )
+        observations = self.masks.take(observations, info)
         rewards = self._numbers(rewards, "reward")
         terminated = self._numbers(terminated, "terminated").astype(bool)
         truncated = self._numbers(truncated, "truncated").astype(bool)
@@ -263,6 +273,16 @@ class Vector:
 
     def close(self):
         self.env.close()
+
+
+def _split(space, actions):
+    """Returns the Observations and Masks of environments with this observation
+    space."""
+    masked = masks.in_observation(space, actions)
+    observations = Observations(
+        masks.without(space) if masked else space, actions.num_envs
+    )
+    return observations, masks.Masks(actions, actions.num_envs, masked)
 
 
 def name_of(env):

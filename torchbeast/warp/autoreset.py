@@ -17,9 +17,10 @@ and three functions that change nothing they are given:
     observe(state) -> observation     a nest of tensors [E, N, ...] like the
                                       observation space
 
-and, if it likes, metrics(state) -> {name: [E]}, which is logged where episodes end;
-draw(state) -> [H, W, 3] uint8 of the first environment; and fps. Tensors that are its
-attributes are moved to the device.
+and, if it likes, mask(state) -> [E, N, C] bool, which choices an action has
+(torchbeast/masks.py); metrics(state) -> {name: [E]}, which is logged where episodes
+end; draw(state) -> [H, W, 3] uint8 of the first environment; and fps. Tensors that are
+its attributes are moved to the device.
 
 Environments turns these into steps as every program knows them (torchbeast/
 environment.py): next-step autoreset, an agent that leaves before the others is
@@ -35,6 +36,7 @@ import traceback
 import torch
 from gymnasium import spaces
 
+from torchbeast import masks
 from torchbeast.messages import BadInput, first_line
 from torchbeast.nests import map_structure
 from torchbeast.policies import num_agents
@@ -97,6 +99,7 @@ class Environments:
         self.policies = dict(env.policies)
         self.num_agents = num_agents(env)
         self._clips = clips(env.action_space, device)
+        self._sizes = masks.sizes(Actions(env.action_space, 1))
 
     def uniforms(self, generator=None):
         """Draws what begin() and step() take, [E, num_uniforms]."""
@@ -149,6 +152,11 @@ class Environments:
             "episode_return": torch.where(done, 0, carry["episode_return"] + reward),
         }
         episode_return = carry["episode_return"].float()
+        mask = {}
+        if hasattr(env, "mask"):  # Who is out may have no choice.
+            mask["action_mask"] = env.mask(state)
+            none = ~self.allow(mask["action_mask"]) & out
+            mask["action_mask"] = mask["action_mask"] | none[..., None]
         return (
             carry,
             {
@@ -162,9 +170,15 @@ class Environments:
                 "episode_step": carry["episode_step"],
                 "episode_return": episode_return,
                 "training_episode_return": episode_return,
+                **mask,
             },
             metrics,
         )
+
+    def allow(self, masks):
+        """Tells whether masks [..., C] allow an action: [...] bool."""
+        numbers = masks.split(self._sizes, -1)
+        return torch.stack([x.any(-1) for x in numbers], -1).all(-1)
 
 
 def _where(mask, x, y):

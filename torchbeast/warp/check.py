@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchbeast.environment import NAME
+from torchbeast.masks import sizes
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import num_agents
@@ -15,11 +16,11 @@ from torchbeast.warp.autoreset import no_action, raised, to
 
 ARGUMENTS = {
     "begin": ("u",), "move": ("state", "action"), "observe": ("state",),
-    "metrics": ("state",),
+    "mask": ("state",), "metrics": ("state",),
 }  # fmt: skip
 RESULTS = {
     "begin": ("state",), "move": ("state", "reward", "terminated", "truncated"),
-    "observe": ("observation",), "metrics": ("metrics",),
+    "observe": ("observation",), "mask": ("mask",), "metrics": ("metrics",),
 }  # fmt: skip
 
 
@@ -117,6 +118,8 @@ class _Check:
             raise _bad(env, "move() returned a reward that is not finite")
         for some_state in (state, following):
             self.expect_observation(self.call("observe", some_state))
+            if hasattr(env, "mask"):
+                self.expect_mask(self.call("mask", some_state))
         if hasattr(env, "metrics"):
             self.expect_metrics(self.call("metrics", following))
 
@@ -205,6 +208,13 @@ class _Check:
                 Observations(self.env.observation_space, E * N).of_vector(rows)
             except BadStep as e:
                 raise _bad(self.env, f"observe(): {e}") from e
+
+    def expect_mask(self, mask):
+        expected = (
+            f"bool {[self.E, self.N, sum(sizes(Actions(self.env.action_space, 1)))]}"
+        )
+        if _text(mask) != expected:
+            raise _bad(self.env, f"mask() returned {_text(mask)}, expected {expected}")
 
     def expect_metrics(self, metrics):
         if not isinstance(metrics, dict):

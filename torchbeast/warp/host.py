@@ -62,6 +62,7 @@ class HostEnvironment(environment.Environment):
 
     def _rows(self, step):
         step = map_structure(lambda x: x.flatten(0, 1).numpy().copy(), step)
+        self._mask = step.get("action_mask")
         for name in ("observation", "reward"):
             for path, x in leaves(step[name], name):
                 check_finite(x, path)
