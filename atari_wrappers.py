@@ -4,10 +4,10 @@
     frames, 84x84 grey by area interpolation, stack 4: [4, 84, 84] uint8, oldest first;
     a lost life ends a training episode; rewards are not clipped (learn() does that).
 
-Twice: make_vector() is ale-py's, in C++, and what training uses; make_single() is the
-same from parts of Gymnasium and OpenCV in Python, to edit and to render. They agree
-pixel by pixel (tests/test_atari_wrappers.py), except that ale-py leaves the last screen
-out of the newest frame where it cuts a game off after half an hour of play.
+It is here twice. make_vector() is ale-py's, in C++, which training uses. make_python()
+is the same from parts of Gymnasium and OpenCV, to edit and to render. They agree pixel
+by pixel (tests/test_atari_wrappers.py), except that ale-py leaves the last screen out
+of the newest frame where it cuts a game off after half an hour of play.
 
 For the protocol of Machado et al. (2018), arXiv 1709.06009: --sticky_actions 0.25
 --full_action_space --no-terminal_on_life_loss.
@@ -56,7 +56,7 @@ def is_atari(env_id: str) -> bool:
 
 def make(flags, num_envs, render_mode=None):
     """Makes the game that the flags (polybeast_env.environment_parser()) name, with
-    make_vector(), or with make_single() where it is to be rendered."""
+    make_vector(), or with make_python() where it is to be rendered."""
     if flags.env_args:
         raise BadInput(
             "--env_args: Atari's games have --sticky_actions, --full_action_space and "
@@ -69,7 +69,7 @@ def make(flags, num_envs, render_mode=None):
     )
     if render_mode is None:
         return make_vector(flags.env, num_envs, **options)
-    return make_single(flags.env, render_mode=render_mode, **options)
+    return make_python(flags.env, num_envs, render_mode=render_mode, **options)
 
 
 def make_vector(
@@ -101,8 +101,9 @@ def make_vector(
     return AtariEpisodes(env, meanings, terminal_on_life_loss)
 
 
-def make_single(
+def make_python(
     env_id: str,
+    num_envs: int,
     *,
     sticky_actions: float | None = None,
     full_action_space: bool = False,
@@ -110,25 +111,29 @@ def make_single(
     noop_max: int = NOOP_MAX,
     render_mode: str | None = None,
 ) -> VectorEnv:
-    """Makes one game of Python wrappers, as a vector of one."""
+    """Makes num_envs games of Python wrappers, which step one after the other."""
     kwargs = gymnasium.spec(_name(env_id)).kwargs
-    env = gymnasium.make(
-        _name(env_id),
-        frameskip=1,
-        repeat_action_probability=_sticky(kwargs, sticky_actions),
-        full_action_space=full_action_space,
-        max_num_frames_per_episode=None,  # TimeLimit below: no-ops don't count.
-        render_mode=render_mode,
-        disable_env_checker=True,
-    )
-    meanings = env.unwrapped.get_action_meanings()
-    env = StartOfGame(env, noop_max)
-    env = gymnasium.wrappers.AtariPreprocessing(
-        env, noop_max=0, frame_skip=FRAME_SKIP, screen_size=84
-    )
-    env = FrameStack(env, FRAME_STACK)
-    env = gymnasium.wrappers.TimeLimit(env, MAX_FRAMES // FRAME_SKIP)
-    return AtariEpisodes(SyncVectorEnv([lambda: env]), meanings, terminal_on_life_loss)
+
+    def make():
+        env = gymnasium.make(
+            _name(env_id),
+            frameskip=1,
+            repeat_action_probability=_sticky(kwargs, sticky_actions),
+            full_action_space=full_action_space,
+            max_num_frames_per_episode=None,  # TimeLimit below: no-ops don't count.
+            render_mode=render_mode,
+            disable_env_checker=True,
+        )
+        env = StartOfGame(env, noop_max)
+        env = gymnasium.wrappers.AtariPreprocessing(
+            env, noop_max=0, frame_skip=FRAME_SKIP, screen_size=84
+        )
+        env = FrameStack(env, FRAME_STACK)
+        return gymnasium.wrappers.TimeLimit(env, MAX_FRAMES // FRAME_SKIP)
+
+    env = SyncVectorEnv([make] * num_envs)
+    meanings = env.envs[0].unwrapped.get_action_meanings()
+    return AtariEpisodes(env, meanings, terminal_on_life_loss)
 
 
 def _sticky(kwargs, sticky_actions):

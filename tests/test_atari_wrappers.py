@@ -1,6 +1,7 @@
 """Both implementations of the Atari preprocessing, against each other and ale-py."""
 
 import copy
+import functools
 
 import gymnasium
 import numpy as np
@@ -9,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 import atari_wrappers
-from atari_wrappers import AtariEpisodes, is_atari, make_single, make_vector
+from atari_wrappers import AtariEpisodes, is_atari, make_python, make_vector
 from tests.envs import Catch
 from torchbeast.environment import Environment
 
@@ -24,6 +25,10 @@ FREEWAY = "FreewayNoFrameskip-v4"  # Without FIRE.
 
 def make_vector_of_one(env_id, **kwargs):
     return make_vector(env_id, 1, **kwargs)
+
+
+def make_single(env_id, **kwargs):
+    return make_python(env_id, 1, **kwargs)
 
 
 both = pytest.mark.parametrize(
@@ -135,12 +140,15 @@ def test_vector_gives_what_ale_py_gives_bare():
             np.testing.assert_array_equal(x, y)
 
 
-def test_games_of_one_vector_are_independent():
-    env = make_vector(BREAKOUT, 3, num_threads=2)
+@pytest.mark.parametrize(
+    "make", [functools.partial(make_vector, num_threads=2), make_python]
+)
+def test_games_of_one_vector_are_independent(make):
+    env = make(BREAKOUT, 3)
     actions = random_actions(env, 80)
     steps = play(env, actions, seed=5)
     for e in range(3):
-        alone = play(make_vector(BREAKOUT, 1), actions[:, [e]], seed=5 + e)
+        alone = play(make(BREAKOUT, 1), actions[:, [e]], seed=5 + e)
         for step, expected in zip(steps, alone):
             for x, y in zip(step[:4], expected[:4]):
                 np.testing.assert_array_equal(x[[e]], y)
