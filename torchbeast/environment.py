@@ -304,8 +304,8 @@ class Environment:
             elif not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s: info['episode_metrics'] has %.50r: %.50r, expected names of "
-                    "finite numbers: left out",
+                    "%s: info['episode_metrics'] has %.50r: %.50r, expected a finite "
+                    "number and a name without spaces, commas and quotes: left out",
                     self.name,
                     name,
                     x,
