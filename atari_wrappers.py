@@ -34,7 +34,7 @@ MAX_FRAMES = 108_000  # Half an hour of play: the episode is truncated.
 
 
 def _name(env_id):
-    """Returns the id without Gymnasium's "module:", as in ale_py:PongNoFrameskip-v4."""
+    """Returns an id without Gymnasium's "module:", as in ale_py:Pong-v4."""
     return env_id.rpartition(":")[2]
 
 
@@ -152,7 +152,7 @@ class StartOfGame(gymnasium.Wrapper):
         self.fire = meanings.index("FIRE") if "FIRE" in meanings else None
 
     def reset(self, *, seed=None, options=None):
-        """options["noops"]: how many frames, FIRE included, instead of a random one."""
+        """options["noops"]: number of frames, FIRE included (default: random)."""
         options = dict(options or {})
         noops = options.pop("noops", None)
         observation, info = self.env.reset(seed=seed, options=options)
@@ -169,7 +169,8 @@ class StartOfGame(gymnasium.Wrapper):
 
 
 class FrameStack(gymnasium.Wrapper):
-    """The last k frames as one array [k, H, W], oldest first, zeros before the first.
+    """Stacks the last k frames to one array [k, H, W], oldest first. Zeros stand for
+    frames before the first one.
 
     Every step returns a new array, made by one copy of k frames.
     """

@@ -83,15 +83,15 @@ class Actor:
         self.agent = agent
         self.stage = Stopwatch()
         self.step = env.initial(seed)
-        # The end of the rollout before, of K + 1 steps, which the next one repeats.
+        # The last K + 1 steps of the rollout before, which the next rollout repeats.
         self.overlap = map_structure(lambda x: x[None], self.step)
         self.burn_in = rollouts.burn_in(agent)  # K, mostly 0.
-        self.core_states = deque(maxlen=self.burn_in + 1)  # The last one is of now.
+        self.core_states = deque(maxlen=self.burn_in + 1)  # The last one is current.
         self.core_states.append(agent.initial_state(env.num_envs))
 
     def rollouts(self, buffers, take, weights):
-        """Fills rollouts, one after the other, without end, each begun with the newest
-        weights. Yields lists of (index of a full buffer, version of these weights).
+        """Fills rollouts, one after the other, without end. Each begins with the newest
+        weights. Yields lists of (index of a full buffer, version of its weights).
 
         take(n): returns the indices of n free buffers, where n rollouts begin.
         """
@@ -113,7 +113,7 @@ class Actor:
             yield [(index, versions[index]) for index in indices]
 
     def whole_rollouts(self, buffers, begin):
-        """Yields lists of the indices of full buffers. begin(n): returns n free."""
+        """Yields lists of indices of full buffers. begin(n) returns those of n free."""
         while True:
             indices = begin(self.env.num_envs)
             self.rollout(buffers, indices)
@@ -129,8 +129,8 @@ class Actor:
         return map_structure(lambda x: x[0].numpy(), outputs)
 
     def rollout(self, buffers, indices):
-        """Fills the buffers of the E indices with T new steps each, the first time with
-        K + T.
+        """Fills the buffers of the E indices with T new steps each (the first time with
+        K + T).
 
         buffers: a nest of NumPy arrays [K + T, num_buffers, ...].
         """
@@ -178,8 +178,8 @@ def act(flags, seed, buffers, weights, orders):
 def make_batch(buffers, items, device, unroll_length):
     """Copies rollouts out of the buffers.
 
-    items: (index of a buffer, version of the weights) of each. Returns a nest of [T, B,
-    ...] on the device, the episodes that ended in it, and the versions.
+    items: (index of a buffer, version of the weights) of each rollout. Returns a nest
+    of [T + 1, B, ...] on the device, the episodes that ended in it, and the versions.
     """
     indices = torch.tensor([index for index, _ in items])
     batch = map_structure(lambda x: x.index_select(1, indices), buffers)
@@ -233,7 +233,7 @@ def train(flags):
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
-    # The episodes of a resumed run are not those of its first session again.
+    # A resumed run does not repeat the episodes of its first session.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
     log.info(
@@ -288,8 +288,8 @@ def train_serially(flags, env, seed, learner, buffers, signals):
 
 
 def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
-    """Starts actors and learner threads, waits for a signal or the last step, ends them
-    all. Raises what went wrong in any of them."""
+    """Starts actors and learner threads, waits for a signal or the last step, ends all
+    of them. Raises what went wrong in any of them."""
     full_queue = queue.Queue()
     actors = ActorProcesses(
         act, flags, num_envs, seed, buffers, learner.weights, full_queue
@@ -306,8 +306,8 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
         full_queue.put(None)
 
     threads.add("actors", actors.run)
-    # On a CPU an update takes about 0.3 of what a step costs in all, with the shallow
-    # network on Atari; the actors have the rest.
+    # With the shallow network on Atari, learning takes about 0.3 of the time of a CPU;
+    # the actors get the rest.
     num_cores = share_of_cores(0.3, flags.num_learner_threads)
     for i in range(flags.num_learner_threads):
         threads.add(f"learner-{i}", learn, num_cores)

@@ -16,7 +16,7 @@ update the weights, which the inference takes for its next batch (TorchBeast, ar
 
 T is the unroll length, B the batch size, A the number of actions, E the number of
 environments of a stream. A rollout has T + 1 steps: step 0 repeats the last step of the
-rollout before it. Its actions are those taken on steps 0 to T - 1.
+rollout before it. A rollout's actions are those taken on its steps 0 to T - 1.
 """
 
 import argparse
@@ -59,8 +59,8 @@ DEFAULTS = dict(
     separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, ratio_clipping=0.0,
     num_epochs=1, learning_rate=1e-3, entropy_cost=0.01,
 )  # fmt: skip
-# A2C, which V-trace is where acting waits for learning (not in PolyBeast), with the
-# constants of openai/baselines.
+# A2C with the constants of openai/baselines. V-trace is A2C where acting waits for
+# learning, as in MonoBeast with --num_actors 0, but not in PolyBeast.
 PRESETS = {
     "a2c": DEFAULTS | dict(
         num_actors=0, envs_per_actor=16, batch_size=16, num_envs=16, unroll_length=5,
@@ -149,8 +149,8 @@ class Agent(agents.Agent):
                     separate_value=True, numbers_net="tanh", num_epochs=4,
                     entropy_cost=3e-4, learning_rate=1e-3,
                 )  # fmt: skip
-        if distributions.make(action_space).log_stds.any():  # Of Gaussians.
-            chosen["entropy_cost"] = 0.0  # It would pay for larger ones without end.
+        if distributions.make(action_space).log_stds.any():  # There are Gaussians,
+            chosen["entropy_cost"] = 0.0  # whose deviations it would widen for ever.
         return chosen
 
     @property
@@ -190,13 +190,13 @@ class Agent(agents.Agent):
         )
 
     def learn(self, batch):
-        """Makes --num_epochs gradient steps on one batch [T + 1, B, ...]. Returns what
-        is logged, means over them: {name: tensor [] or number}, the loss first.
+        """Makes --num_epochs gradient steps on one batch [T + 1, B, ...]. Returns the
+        means of their statistics: {name: tensor [] or number}, the loss first.
 
         grad_norm is the gradient's norm before clipping. loss() describes the others.
         """
 
-        def loss(batch):  # Also of a slice of the batch, where memory asks for it.
+        def loss(batch):  # It gets slices of the batch where memory is short.
             outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
             return self.loss(batch, outputs)
 
@@ -205,7 +205,7 @@ class Agent(agents.Agent):
         parameters = list(self.net.parameters())
         mixed, logged = (batch, {}) if self.credit is None else self.credit.mix(batch)
         steps, clipping = [], self.flags.grad_norm_clipping
-        for _ in range(self.flags.num_epochs):  # V-trace corrects for those before.
+        for _ in range(self.flags.num_epochs):  # V-trace corrects for earlier epochs.
             x = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
             x["grad_norm"] = nn.utils.clip_grad_norm_(parameters, clipping)
             self.optimizer.step()
@@ -216,14 +216,14 @@ class Agent(agents.Agent):
 
     def loss(self, batch, outputs):
         """Returns the loss of rollouts [T + 1, B, ...], for which the net returned
-        outputs [T + 1, B, ...], and what is logged of it. Both are sums over T and B
-        (or means: --loss_reduction).
+        outputs [T + 1, B, ...], and its statistics. Loss and statistics are sums over T
+        and B (or means: --loss_reduction).
 
-        pg_loss is the policy gradient's loss. baseline_loss and entropy_loss, which is
-        minus the policy's entropy, are without their costs.
+        pg_loss is the policy gradient's loss. baseline_loss and entropy_loss are not
+        multiplied by their costs; entropy_loss is minus the policy's entropy.
         """
-        # Index t of all that follows is about the action taken on step t: what it led
-        # to is in step t + 1. No action led from a last observation to a first one.
+        # Index t of each tensor below is about the action taken on step t, whose result
+        # is in step t + 1. No action led from a last observation to a first one.
         logits, actions = outputs["policy_logits"][:-1], batch["action"]
         log_prob = self.distribution.log_prob
         losses = vtrace.compute_losses(
@@ -250,8 +250,8 @@ class Agent(agents.Agent):
 
     def learning_rate(self):
         """Returns the learning rate of the next update."""
-        # RMSProp's mean of squares begins at zero. Uncorrected, its first steps are ten
-        # times too long, which was seen to kill most of the network's ReLUs on Pong.
+        # RMSProp's mean of squares begins at zero, so its first steps would be ten
+        # times too long: without correction most of the ReLUs died on Pong.
         steps = self.updates * self.flags.num_epochs
         correction = math.sqrt(1 - self.flags.alpha ** (steps + 1))
         return self.flags.learning_rate * correction * self.fraction_left()
@@ -281,8 +281,8 @@ def program_parser(agent="polybeast"):
 def inference(batcher, agent, weights, device):
     """Answers the actors, batch by batch, until the batcher is closed.
 
-    A batch's inputs are (step, core_state), [1, n, ...]; its outputs what is to be
-    learned from, and the next core_state. The weights do not change within a batch.
+    A batch's inputs are (step, core_state), [1, n, ...]; its outputs are act()'s, for
+    the rollouts, and the next core_state. The weights do not change within a batch.
     """
     agent.net.eval().to(device, memory_format=torch.channels_last)
     version = None
@@ -296,8 +296,8 @@ def inference(batcher, agent, weights, device):
             rollouts.check_outputs(outputs)
         except ValueError as e:
             if not all(p.isfinite().all() for p in agent.net.parameters()):
-                raise Stop(str(e), save=False) from e  # It will not get better.
-            batch.set_error(str(e))  # It costs these streams' rollouts, not the run.
+                raise Stop(str(e), save=False) from e  # The weights stay as they are.
+            batch.set_error(str(e))  # Only these streams' rollouts are lost.
             continue
         outputs["version"] = torch.full(inputs[0]["done"].shape, version)
         batch.set_outputs((outputs, core_state))
@@ -350,12 +350,12 @@ def train(flags):
 
 def train_with_streams(core, flags, sources, servers, env, step, learner, signals):
     """Starts the streams, inference and learning, each in threads of its own; waits for
-    a signal or the last step; ends them all. Raises what went wrong in any of them.
+    a signal or the last step; ends all threads. Raises what went wrong in any of them.
 
-    core: the module libtorchbeast. step: a first one, which shows dtypes and shapes.
+    core: the module libtorchbeast. step: a first step, which shows dtypes and shapes.
     """
     actor_device = learner.weights.device
-    # One batch waits while another is learned from; no more, to limit policy lag.
+    # At most one batch waits while another is learned from, to limit policy lag.
     learner_queue = core.BatchingQueue(
         batch_dim=1,
         minimum_batch_size=learner.batch_size,
@@ -376,7 +376,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         learner.agent.initial_state(1),
         observation_space=str(env.observation_space),
         action_space=str(env.action_space),
-        # The episodes of a resumed run are not those of its first session.
+        # A resumed run does not repeat the episodes of its first session.
         seed=seeds.derive_seed(flags.seed, learner.run.step, ranks.current.rank),
         max_rollouts=learner.rollouts_left,
         step=map_structure(torch.as_tensor, step),

@@ -5,9 +5,9 @@
 
 Each server is a process, at an address of its own (ports, or names of Unix sockets, are
 counted up from the first), and gives each learner that connects a new batch of
-environments. With --learner each process dials a learner instead (polybeast --listen),
-for as long as it lives. Hosts of environments need neither torch nor a compiler, so
-nothing in here imports torch.
+environments. With --learner each process dials a learner (polybeast --listen) instead,
+again and again until it is ended. Hosts of environments need neither torch nor a
+compiler, so nothing in here imports torch.
 """
 
 import argparse
@@ -66,8 +66,8 @@ def create_env(flags, num_envs, render_mode=None, seed=None):
     this function.
 
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
-    seed: of these environments alone; reset() gets it, too. It is for those that are
-        seeded when they are made, such as EnvPool's.
+    seed: belongs to these environments alone. reset() gets it, too; environments that
+        are seeded when they are made, such as EnvPool's, need it here.
     """
     if is_warp(flags.env):
         if render_mode == "human":
@@ -87,14 +87,14 @@ def create_env(flags, num_envs, render_mode=None, seed=None):
 
 
 def is_warp(env_id):
-    """Tells whether an ID, such as warp/Tag or my_module:warp/MyEnv, is of an
+    """Tells whether an ID, such as warp/Tag or my_module:warp/MyEnv, names an
     environment on the device."""
     return env_id.rpartition(":")[2].startswith("warp/")
 
 
 def create_warp_env(flags):
-    """Makes the environment on the device that --env names, or returns None if it names
-    another one. To use another environment, edit this function."""
+    """Makes the environment on the device that --env names. Returns None if --env names
+    another kind of environment. To use another environment, edit this function."""
     if not is_warp(flags.env):
         return None
     if flags.resize is not None or flags.observation_layout is not None:
@@ -122,23 +122,23 @@ def parser():
                    help="address of the first server, or unix:PATH; the others count "
                    "up (default: 127.0.0.1:50051)")
     g.add_argument("--learner", metavar="HOST:PORT,...", type=text_or_path,
-                   help="learners to dial (polybeast --listen), one after the other "
-                   "by each process; @FILE: read each time")
+                   help="learners that each process dials, one after the other "
+                   "(polybeast --listen); @FILE is read before each attempt")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
                    help="processes (default: one per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), default=8,
                    metavar="E",
                    help="environments of each stream (default: %(default)s)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), metavar="N",
-                   help="number that the learner's seeds of environments are mixed "
-                   "with (default: none)")
+                   help="number to mix into the seeds that environments get from the "
+                   "learner (default: none)")
     # fmt: on
     return p
 
 
 def serve(flags):
     """Serves until a signal. Returns the exit code."""
-    # Not at the top: who only makes environments needs no gRPC.
+    # Not at the top: making environments needs no gRPC.
     from torchbeast.remote import addresses, server, servers
 
     if flags.num_servers is None:
@@ -151,12 +151,12 @@ def serve(flags):
             raise BadInput("expected --address or --learner, not both")
         module = "dialer"
         found = addresses.of_flag("--learner", flags.learner, list)
-        first = random.randrange(len(found))  # So that no learner comes last always.
+        first = random.randrange(len(found))  # No learner is to come last always.
         where = list(islice(cycle(found), first, first + flags.num_servers))
     tls.check(flags, where)
     tls.load(flags, {"server": "server", "dialer": "client"}[module])
     allow_open_files(max(4 * flags.num_servers, server.MAX_CONNECTIONS))
-    # BadInput is to be raised here, not in a process.
+    # A bad --env is to raise BadInput here, not in a server process.
     environment.probe(create_env, flags, min(2, flags.envs_per_server))
     received = []
     handle_signals(lambda signum, _: received.append(signum))
@@ -182,7 +182,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # By its own name: server processes have to find create_env().
+    # Not as __main__: server processes have to find create_env() by the module's name.
     from polybeast_env import main
 
     leave(main())

@@ -9,11 +9,11 @@ normalisation keeps temporal differences from running away, so that a parallelis
 Q-network needs no target network. Read it top to bottom: flags, Net, Agent.
 What it does not define is in torchbeast/q_learning.py and torchbeast/agents.py.
 
-A batch is learned from several times, in minibatches, with targets Q(lambda) of the
-network at the start of the update. Where acting waits for learning, they are the
-paper's: that network is the one that acted. Of an older rollout only the actions are
-old, not the values. Peng's Q(lambda) corrects for neither old nor random actions: the
-larger lambda is, the more its values are of what was done (arXiv 2103.00107).
+A batch is learned from several times, in minibatches. The targets are Q(lambda) by the
+network at the start of the update. Where acting waits for learning, this network is the
+one that acted, as in the paper. In an older rollout only the actions are old, not the
+values. Peng's Q(lambda) corrects for neither old nor random actions: with a larger
+lambda its values are more those of the actions that were taken (arXiv 2103.00107).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -55,8 +55,8 @@ def parser():
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, None)
     g.add_argument("--q_lambda", type=number(float, 0, 1), metavar="LAMBDA",
-                   help="of the targets: 0, of the next step's value; 1, of all rewards"
-                   " of the rollout")
+                   help="weight of later steps in the targets; 0: only the next step's "
+                   "value, 1: all rewards of the rollout")
 
     g = p.add_argument_group("optimizer (RAdam)")
     minibatches.add_flags(g, 4, None)
@@ -78,7 +78,7 @@ BY_ENVIRONMENT = (
 
 
 class Net(QNetwork):
-    """outputs["q"] [T, B, A]. Without an LSTM nothing is seen of the last action."""
+    """outputs["q"] [T, B, A]. Without an LSTM the heads do not read the last action."""
 
     def __init__(self, encoder, action_space, use_lstm):
         super().__init__(encoder, action_space, use_lstm, feedback=use_lstm)
@@ -180,7 +180,7 @@ class Agent(QAgent):
         return {**statistics, "grad_norm": grad_norm}
 
     def loss(self, part):
-        """Returns the loss of a minibatch, and what is logged of it: means over real
+        """Returns the loss of a minibatch and its statistics, means over real
         transitions."""
         real = part["real"]
         num = real.sum().clamp(min=1)

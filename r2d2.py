@@ -7,14 +7,14 @@
 
 Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
 (ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
-1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets,
-with --quantiles also quantile regression (1710.10044), which is QR-DQN's.
+1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
+--quantiles adds the quantile regression of QR-DQN (1710.10044).
 Read it top to bottom: flags, Net, Agent. What it does not define is in
 torchbeast/q_learning.py and torchbeast/agents.py.
 
-T is the unroll length, K the burn-in, B a batch's samples, A the number of actions, N
-that of quantiles. A sample is a whole rollout with its recurrent state, [K + T + 1, B,
-...]; or, without an LSTM, one of its steps and the n after it.
+T is the unroll length, K the burn-in, B the number of samples in a batch, A of actions,
+N of quantiles. A sample is a whole rollout with its recurrent state, [K + T + 1, B,
+...]; without an LSTM, it is one step of a rollout and the n steps after it.
 """
 
 import argparse
@@ -180,7 +180,7 @@ class Agent(QAgent):
         self.credit.leave_out_padding(batch)
         parts = []
 
-        def loss(batch):  # Also of a slice of the batch, where memory asks for it.
+        def loss(batch):  # It gets slices of the batch where memory is short.
             errors, real, q = self.td_errors(batch, sampled=True)
             losses = targets.quantile_loss(errors)  # [T, B]
             errors = errors.detach().mean((2, 3))
@@ -194,7 +194,7 @@ class Agent(QAgent):
         statistics = set_gradients(parameters, loss, batch)
         grad_norm = nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
         self.optimizer.step()
-        # (The last ones: of a batch that did not fit, there are more.)
+        # (Only the last ones: a batch that did not fit was begun more than once.)
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
         self.replay.set_priorities(items, self.priorities(errors, real))
         self.gradient_steps += 1
@@ -207,7 +207,8 @@ class Agent(QAgent):
         """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where no
         transition is real; which are [T, B]; the values of the actions taken [T, B]).
 
-        sampled: of samples, whose first step alone counts if there is no LSTM.
+        sampled: the batch is from the replay; without an LSTM, only the first step of
+            each sample counts.
         """
         flags, K, n = self.flags, self.burn_in, self.flags.n_step
         rewards, real = self.rewards(batch)[K:], ~batch["done"][K + 1 :]
@@ -241,8 +242,8 @@ class Agent(QAgent):
 
     @torch.no_grad()
     def target_values(self, q, steps, core_state):
-        """Returns the target network's quantiles [T + 1, B, N] of the action that the
-        network prefers by its own, q [T + 1, B, A, N] (double Q-learning)."""
+        """Returns the target network's quantiles [T + 1, B, N] for the action that is
+        best by the learned network's, q [T + 1, B, A, N] (double Q-learning)."""
         best = q.mean(-1).argmax(-1)
         return targets.of_actions(self.values(self.target_net, steps, core_state), best)
 

@@ -6,16 +6,16 @@ leaves nothing to chance.
     python -m monobeast --agent td3 --preset mujoco --env HalfCheetah-v5
     python -m monobeast --agent td3 --preset ddpg --env HalfCheetah-v5
 
-Read it top to bottom: flags, Actor, Agent. What it does not define is sac.ReplayAgent's
-and in torchbeast/agents.py.
+Read it top to bottom: flags, Actor, Agent. sac.ReplayAgent and torchbeast/agents.py
+have what it does not define.
 
-Two critics learn the values of what a slowly following actor would do, give or take
-some noise, and the smaller of both is believed; the actor learns every second time.
-With one critic, no such noise and an actor that learns each time it is DDPG (Lillicrap
-et al., arXiv 1509.02971).
+Two critics learn the values of the actions of a slowly following actor, with some noise
+added; the smaller of both values is the target. The actor learns every second time.
+With one critic, no noise in the targets and an actor that learns each time it is DDPG
+(Lillicrap et al., arXiv 1509.02971).
 
-B is the number of samples of a batch, D of the numbers of an action, P of a
-distribution's parameters. Actions and noise are in units of the actions' bounds.
+B is the number of samples in a batch, D of numbers in an action, P of parameters of a
+distribution. Actions and noise are in units of the actions' bounds.
 """
 
 import argparse
@@ -56,33 +56,33 @@ def parser():
 
     g = p.add_argument_group("exploration")
     g.add_argument("--exploration_noise", type=number(float, 0), default=0.1,
-                   metavar="X", help="standard deviation of what is added to an action "
+                   metavar="X", help="standard deviation of the noise added to actions "
                    "(default: %(default)s)")
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, "none")
     g.add_argument("--target_noise", type=number(float, 0), default=0.2, metavar="X",
-                   help="standard deviation of what is added to an action of a target "
+                   help="standard deviation of the noise added to actions in targets "
                    "(default: %(default)s)")
     g.add_argument("--target_noise_clipping", type=number(float, 0), default=0.5,
-                   metavar="X", help="its largest size (default: %(default)s)")
+                   metavar="X", help="largest noise in targets (default: %(default)s)")
     g.add_argument("--policy_delay", type=number(int, 1), default=2, metavar="N",
-                   help="gradient steps of the critics for one of the actor and of all "
-                   "target networks (default: %(default)s)")
+                   help="gradient steps of the critics for each step of the actor and "
+                   "of all target networks (default: %(default)s)")
     g.add_argument("--target_rate", type=number(float, 0, 1), default=0.005,
-                   metavar="TAU", help="part of the way that target networks go to "
-                   "theirs in a step (default: %(default)s)")
+                   metavar="TAU", help="part of the way to the learned networks that "
+                   "target networks go in a step (default: %(default)s)")
 
     g = p.add_argument_group("replay")
     replay.add_flags(g, size=100_000, ratio=256.0, start=1000, batch=256)
 
     g = p.add_argument_group("optimizer (Adam)")
     g.add_argument("--learning_rate", type=number(float, above=0), default=3e-4,
-                   metavar="X", help="of the actor (default: %(default)s)")
+                   metavar="X", help="actor's learning rate (default: %(default)s)")
     g.add_argument("--critic_learning_rate", type=number(float, above=0), default=1e-3,
-                   metavar="X", help="of the critics (default: %(default)s)")
+                   metavar="X", help="critics' learning rate (default: %(default)s)")
     # fmt: on
-    # A policy is to act soon after it has learned, as it learns from each step.
+    # Short rollouts: the agent learns from each step, and should act on it soon.
     p.set_defaults(batch_size=4, unroll_length=2, envs_per_actor=4, envs_per_server=4)
     p.set_defaults(hidden_sizes=[256, 256])
     return p
@@ -90,7 +90,7 @@ def parser():
 
 class Actor(nn.Module):
     """Maps observations [N, ...] to the parameters [N, P] of a distribution, of which
-    only the means count; in features(), to actions [N, D]."""
+    only the means count. features() maps them to actions [N, D]."""
 
     def __init__(self, encoder, hidden_sizes, distribution):
         super().__init__()
@@ -100,7 +100,7 @@ class Actor(nn.Module):
         self.layers = mlp(encoder.out_features, *hidden_sizes, D)
         means = (~distribution.log_stds).nonzero().squeeze(1)
         self.register_buffer("means", means, persistent=False)
-        # Whether actions are uniform; whoever acts gets it with the weights.
+        # Whether actions are uniform. Actors get this buffer with the weights.
         self.register_buffer("uniform", torch.tensor(True))
 
     def forward(self, observation):
@@ -140,7 +140,7 @@ class Agent(sac.ReplayAgent):
         self.target_net.load_state_dict(self.net.state_dict())
         self.learned["target_net"] = self.target_net
         super().start_learning(device)
-        self.actor_loss = torch.zeros((), device=device)  # The last one, for the logs.
+        self.actor_loss = torch.zeros((), device=device)  # The newest, for the logs.
 
     def make_optimizer(self):
         flags = self.flags
@@ -157,7 +157,7 @@ class Agent(sac.ReplayAgent):
         statistics = self.update(self.critics, self.critic_loss, batch)
         self.gradient_steps += 1
         if self.gradient_steps % self.flags.policy_delay == 0:
-            self.critics.requires_grad_(False)  # They don't learn what the actor likes.
+            self.critics.requires_grad_(False)  # The actor's loss is not theirs.
             self.actor_loss = self.update(self.net, self.loss, batch)["actor_loss"]
             self.critics.requires_grad_(True)
             self.follow(self.target_critics, self.critics)
@@ -165,17 +165,17 @@ class Agent(sac.ReplayAgent):
         return {**statistics, "actor_loss": self.actor_loss}
 
     def update(self, module, loss, batch):
-        """Makes a gradient step of a module alone. Returns the loss's statistics."""
+        """Makes a gradient step of one module. Returns the loss's statistics."""
         parameters = list(module.parameters())
         statistics = set_gradients(parameters, loss, batch)
         self.optimizer.step()
-        for parameter in parameters:  # What has no gradient stays as it is.
+        for parameter in parameters:  # The optimizer skips those without a gradient.
             parameter.grad = None
         return statistics
 
     def critic_loss(self, batch):
-        """Returns the critics' loss of transitions [2, B, ...] of a batch, or of a part
-        of it, and what is logged of it. Both are means over the whole batch."""
+        """Returns the critics' loss of transitions [2, B, ...], which may be a part of
+        a batch, and its statistics. All are sums, divided by the whole batch's size."""
         flags, scale = self.flags, 1 / self.flags.replay_batch_size
         now, following = (
             map_structure(lambda x, i=i: x[i], batch["observation"]) for i in (0, 1)
@@ -194,7 +194,7 @@ class Agent(sac.ReplayAgent):
         return loss, {"critic_loss": loss, "q": scale * q.mean(0).sum()}
 
     def loss(self, batch):
-        """The actor's: minus the first critic's value of what the actor does."""
+        """Returns the actor's loss: minus the first critic's value of its actions."""
         now = map_structure(lambda x: x[0], batch["observation"])
         value = self.critics[0](now, self.net.features(now))
         loss = -value.sum() / self.flags.replay_batch_size

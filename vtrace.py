@@ -112,8 +112,8 @@ def from_log_probs(
     mask: Tensor | None = None,  # [T, B] bool
     **thresholds: float | None,  # As of from_importance_weights.
 ) -> VTraceFromLogitsReturns:
-    """V-trace for any policies, whose actions may be anything: of them only the
-    log-probabilities, or log-densities, are needed."""
+    """V-trace for any policy and any kind of action: it needs only the actions'
+    log-probabilities, or log-densities."""
     _check_float("target_log_probs", target_log_probs)
     _check_like(
         "behavior_log_probs", behavior_log_probs, target_log_probs, "target_log_probs"
@@ -140,8 +140,8 @@ def from_importance_weights(
     clip_c_threshold: float | None = 1.0,  # c-bar.
     lambda_: float = 1.0,  # Remark 2: c_s is multiplied by it.
 ) -> VTraceReturns:
-    """Off-policy corrected value targets and policy gradient advantages. What follows B
-    in the shapes may be anything, for example agents, or heads of the network.
+    """Off-policy corrected value targets and policy gradient advantages. Dimensions
+    after B may be anything, for example agents, or heads of the network.
 
     Equation (1) of the paper, in its recursive form (remark 1):
 
@@ -151,9 +151,9 @@ def from_importance_weights(
         advantage_s  = min(pg_rho_bar, rho_s) * (r_s + gamma_s * q_{s+1} - V(x_s))
         q_s          = lambda * v_s + (1 - lambda) * V(x_s)
 
-    with v_T = V(x_T). In the paper, where lambda is 1, q is v. (Where pi is mu, these
-    are GAE's advantages, arXiv 1506.02438.) Where mask is False, v_s = V(x_s) and the
-    advantage is 0, so that the step before it is bootstrapped from V(x_s) itself.
+    with v_T = V(x_T). In the paper lambda is 1, and q is v. (Where pi is mu, these are
+    GAE's advantages, arXiv 1506.02438.) Where mask is False, v_s = V(x_s) and the
+    advantage is 0, so that step s - 1 is bootstrapped from V(x_s) itself.
 
     No gradient flows through the result: both fields are targets. With c_bar above 1
     or None, products of c over many steps may overflow.
@@ -197,8 +197,8 @@ def from_importance_weights(
 
 def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
     """Returns y_s = x_s + decay_s * y_{s+1}, all [T, ...]; y_{T+1} is 0."""
-    # A scan: after each round y_s has the terms of twice as many steps. log2(T) rounds
-    # over [T, ...] instead of T tiny ones, each several launches on a GPU.
+    # A scan: each round doubles the number of steps whose terms are in y_s. It takes
+    # log2(T) rounds over [T, ...]; a loop takes T tiny ones, several launches each.
     y, k = x, 1
     while k < len(x):
         y = torch.cat([y[:-k] + decays[: len(x) - k] * y[k:], y[-k:]])
@@ -241,7 +241,8 @@ def compute_losses(
     """IMPALA's loss for any policy: V-trace, the three losses, and their sum.
 
     With ratio_clipping an advantage is 0 where PPO's objective is flat (equation (7) of
-    arXiv 1707.06347): pi / mu is above 1 + epsilon, or below 1 - epsilon if it is < 0.
+    arXiv 1707.06347): a positive one if pi / mu > 1 + epsilon, a negative one if it is
+    below 1 - epsilon.
     """
     returns = from_log_probs(
         behavior_log_probs=behavior_log_probs,
@@ -271,7 +272,7 @@ def _clip(x: Tensor, threshold: float | None) -> Tensor:
 
 def _where(mask: Tensor | None, x: Tensor) -> Tensor:
     # Not a product: 0 * inf is NaN, and masked targets may be anything. For the same
-    # reason targets are masked before they meet what has a gradient.
+    # reason targets are masked before they are combined with what has a gradient.
     return x if mask is None else torch.where(mask, x, 0.0)
 
 

@@ -1,13 +1,12 @@
 """Environments on the device, for `python -m warpbeast --env warp/Tag`.
 
-Each class is one: pure functions of tensors, many environments at a time. The functions
-and the shapes are described in torchbeast/warp/autoreset.py, how to write one in
-docs/warp.md. To add one, write it here, or in a module of your own:
+Each class is an environment, written as pure functions of tensors that hold many of
+them. torchbeast/warp/autoreset.py describes the functions and the shapes, docs/warp.md
+how to write an environment. Write yours here, or in a module of your own:
 --env my_module:warp/MyEnv.
 
-E is the number of environments, N the number of agents in one. Numbers that are
-attributes of a class are what its environments are made of; arguments of its
-constructor are given by --env_args.
+E is the number of environments, N the number of agents in one. A class's attributes are
+the constants of its environments; --env_args gives its constructor's arguments.
 """
 
 import math
@@ -18,17 +17,17 @@ from gymnasium import spaces
 
 from torchbeast.warp.nearest import nearest
 
-ONE = {"agent": slice(0, 1)}  # The policies where there is one agent.
+ONE = {"agent": slice(0, 1)}  # The policies of environments with one agent.
 
 
 class CartPole:
     """A pole on a cart (Barto, Sutton and Anderson, 1983), as Gymnasium's CartPole-v1:
-    1 for each step until it falls, or until step max_steps."""
+    each step is paid 1 until the pole falls, or until step max_steps."""
 
     gravity, pole_mass, total_mass, half_length = 9.8, 0.1, 1.1, 0.5
     force, dt = 10.0, 0.02
     max_x, max_angle, max_steps = 2.4, 12 * 2 * math.pi / 360, 500
-    start = 0.05  # Largest number of a state at first.
+    start = 0.05  # Largest number in a first state.
     observation_space = spaces.Box(-np.inf, np.inf, (4,))
     action_space = spaces.Discrete(2)
     policies, num_uniforms = ONE, 4
@@ -61,8 +60,8 @@ class CartPole:
 
 
 class MountainCar:
-    """A car between two hills (Moore, 1990), as Gymnasium's MountainCar-v0: -1 for each
-    step until it is on the right one."""
+    """A car between two hills (Moore, 1990), as Gymnasium's MountainCar-v0: each step
+    costs 1 until the car is on the right hill."""
 
     force, gravity, max_speed, max_steps = 0.001, 0.0025, 0.07, 200
     left, right, goal = -1.2, 0.6, 0.5
@@ -92,8 +91,8 @@ class MountainCar:
 
 
 class Acrobot:
-    """Two links that swing up (Sutton, 1996), as Gymnasium's Acrobot-v1: -1 for each
-    step until the end of the second one is above the line."""
+    """Two links that swing up (Sutton, 1996), as Gymnasium's Acrobot-v1: each step
+    costs 1 until the end of the second link is above the line."""
 
     mass, length, center, moment, gravity = 1.0, 1.0, 0.5, 1.0, 9.8
     torque, dt, max_steps, height = 1.0, 0.2, 500, 1.0
@@ -145,8 +144,8 @@ class Acrobot:
 
 
 class Pendulum:
-    """A pendulum that is to stand, as Gymnasium's Pendulum-v1: costs of the angle, of
-    the speed and of the torque."""
+    """A pendulum that is to stand, as Gymnasium's Pendulum-v1: angle, speed and torque
+    cost."""
 
     gravity, mass, length, dt = 10.0, 1.0, 1.0, 0.05
     max_speed, max_steps = 8.0, 200
@@ -178,8 +177,8 @@ class Pendulum:
 
 
 class Catch:
-    """A ball falls down a board, a row a step; the paddle on the bottom row must be
-    under it: 1 or -1 (bsuite, Osband et al., 2020)."""
+    """A ball falls down a board, a row a step. The reward is 1 if the paddle on the
+    bottom row is under it at last, else -1 (bsuite, Osband et al., 2020)."""
 
     rows, columns = 10, 5
     observation_space = spaces.Box(0, 1, (rows, columns))
@@ -208,8 +207,8 @@ class Catch:
 
 
 def expect(kind, low, high=math.inf, **arguments):
-    """Raises ValueError that names an argument of a constructor which is no number of
-    this kind, int or float, from low to high."""
+    """Raises ValueError, which names the constructor's argument, if its value is no
+    number of this kind, int or float, from low to high."""
     for name, x in arguments.items():
         is_number = isinstance(x, (int, kind)) and not isinstance(x, bool)
         if not is_number or not low <= x <= high or math.isinf(x):
@@ -221,13 +220,13 @@ def expect(kind, low, high=math.inf, **arguments):
 class TagGridWorld:
     """Taggers against one runner on a grid (WarpDrive, Lan et al., arXiv 2108.13976).
 
-    The runner is the last agent. Actions: stay, and a step along x or y, up or down. An
-    episode ends when a tagger is on the runner's cell, or after max_steps steps, which
-    the agents see coming.
+    The runner is the last agent. Actions are to stay, or a step along x or y, up or
+    down. An episode ends when a tagger is on the runner's cell, or after max_steps
+    steps; the agents see the time.
 
-    observation: "full", of all agents: x, y, whether it is the runner, whether it is
-    oneself, and the time; or "partial": oneself, the nearest agent of the other kind,
-    one's own kind, and the time.
+    observation: "full" shows x and y of each agent, whether it is the runner, whether
+    it is oneself, and the time. "partial" shows oneself, the nearest agent of the other
+    kind, one's own kind, and the time.
     one_policy: taggers and runner are one policy, "shared", as in WarpDrive's run.
     """
 
@@ -320,11 +319,11 @@ class TagGridWorld:
 class Tag:
     """Taggers against runners on a plane (WarpDrive, section 4).
 
-    An agent changes its acceleration and its direction: by one of `levels` changes of
-    each, or none, if actions is "levels", else by two numbers. A runner nearer to a
+    An agent changes its acceleration and its direction: if actions is "levels", by one
+    of `levels` changes of each, or none; else by two numbers. A runner nearer to a
     tagger than tagging_distance * size leaves the game: this costs the runner, and pays
-    the tagger that is nearest. Runners that are left at the end, which all see coming,
-    are paid. An episode ends after max_steps steps, or with the last runner.
+    the tagger that is nearest. An episode ends after max_steps steps, or with the last
+    runner. Runners that are left at its end are paid; all agents see the time.
 
     An agent sees its nearest others that are in the game, `num_nearest` of them: how
     far ahead and to its left they are, how much faster they go and accelerate, where

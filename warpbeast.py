@@ -6,7 +6,7 @@
 Read it top to bottom: flags, Rollouts, train(). Environments are pure functions of
 tensors, many at a time (warp_envs.py); the agent (network, loss, optimizer) is in
 polybeast.py, or in the module that --agent names. WarpDrive (Lan et al., arXiv
-2108.13976) showed what that is worth.
+2108.13976) showed how fast this is.
 
 T is the unroll length, E the number of environments, N the number of agents in one. A
 policy's batch has a rollout of each of its agents in each environment. On a GPU a
@@ -33,11 +33,11 @@ from torchbeast.run import Run
 from torchbeast.warp import autoreset
 from torchbeast.warp.check import check
 
-CHECKED = "observation", "reward"  # Whether they are finite.
-WARM_UP = 3  # Rollouts that are not captured yet: libraries choose their kernels.
+CHECKED = "observation", "reward"  # They have to be finite.
+WARM_UP = 3  # Rollouts before one is captured, in which libraries choose their kernels.
 
 # WarpDrive's run (salesforce/warp-drive, run_configs/tag_gridworld.yaml): one policy of
-# all agents, by A2C. V-trace is that where rollouts have no age, and so is PPO with one
+# all agents, by A2C. V-trace is A2C where rollouts have no age, and so is PPO with one
 # gradient step a batch. WarpDrive's value loss is twice IMPALA's.
 WARPDRIVE = dict(
     env="warp/TagGridWorld", num_envs=2000, unroll_length=100, hidden_sizes=[32, 32],
@@ -80,7 +80,7 @@ def program_parser(agent="polybeast"):
     p = PolicyParser(
         prog="warpbeast",
         description="Trains an agent with environments that are tensor programs.",
-        epilog="Of several policies, each may have flags of its own: "
+        epilog="Each of several policies may have flags of its own: "
         "--POLICY.FLAG, such as --tagger.learning_rate 5e-4. A batch has a rollout of "
         "each agent in each environment: --num_envs takes the place of --batch_size.",
         parents=[
@@ -94,7 +94,7 @@ def program_parser(agent="polybeast"):
     # fmt: off
     g = p.add_argument_group("device")
     g.add_argument("--device", dest="learner_device", metavar="DEVICE",
-                   help="the same as --learner_device: it is also the environments'")
+                   help="device of learner and environments (--learner_device)")
     g.add_argument("--num_envs", type=number(int, 1, 10**7), default=256, metavar="E",
                    help="environments that step together (default: %(default)s)")
     g.add_argument("--freeze", nargs="+", default=[], metavar="POLICY",
@@ -124,10 +124,10 @@ class Rollouts:
     environments.
 
     agents:  {policy: Agent}; they act with the weights that learn
-    buffers: {policy: a batch, [T + 1, B, ...]}, of which next() fills all
+    buffers: {policy: a batch, [T + 1, B, ...]}; next() fills all of them
 
-    All that lives from one rollout to the next is in the same memory each time, as a
-    CUDA graph needs it.
+    What is kept from one rollout to the next stays in the same memory, as a CUDA graph
+    needs it.
     """
 
     def __init__(self, flags, env, num_envs, agents, specs, device):
@@ -148,7 +148,7 @@ class Rollouts:
                 specs[name],
             )
             state = agent.initial_state(num)
-            # Those before each of the last K + 1 steps; the last one is of now.
+            # The states before each of the last K + 1 steps; the last one is current.
             self.core_states[name] = tuple(
                 map_structure(lambda x: x.to(device, copy=True), state)
                 for _ in range(self.burn_in + 1)
@@ -166,12 +166,12 @@ class Rollouts:
         self._num, self._graph = 0, None
 
     def next(self, check=lambda: None):
-        """Fills the buffers with T new steps, the first time with K + T. Returns {name:
-        tensor [2], sum and number} of the environments' metrics. Calls check() before
-        each step, but for those of a graph.
+        """Fills the buffers with T new steps, the first time with K + T. Returns the
+        environments' metrics {name: tensor [2], sum and number}. Calls check() before
+        each step that is not part of a graph.
 
-        Raises Stop if an environment returned what is not finite: on a GPU in the
-        rollout before, so as not to wait for this one.
+        Raises Stop if an environment returned what is not finite. On a GPU it looks at
+        the rollout before, so as not to wait for this one.
         """
         K = self.burn_in
         if self._num == 0 or self.envs.device.type == "cpu":
@@ -209,7 +209,7 @@ class Rollouts:
         states = {name: deque(x, maxlen=K + 1) for name, x in self.core_states.items()}
         for name, buffers in self.buffers.items():
             map_structure(_copy, states[name][0], buffers["core_state"])
-            if self._num > 0:  # The end of the rollout before.
+            if self._num > 0:  # Repeat the end of the rollout before.
                 for key, nest in buffers.items():
                     n = K + 1 if key in self.fields else K
                     if key != "core_state":
@@ -245,7 +245,7 @@ class Rollouts:
         return torch.stack([x.isfinite().all() for _, x in leaves(x)]).all()
 
     def _of_envs(self, x):
-        """[1, B, ...] as [E, n, ...]."""
+        """Returns [1, B, ...] as [E, n, ...]."""
         return x[0].unflatten(0, (self.num_envs, -1))
 
     def _write(self, step, t):
@@ -289,7 +289,7 @@ def check_memory(env, num_envs, specs, device):
 
 
 def first_steps(env, agents, flags):
-    """Returns {policy: what one rollout of its agents holds}."""
+    """Returns {policy: the shapes and dtypes of one rollout of its agents}."""
     envs = autoreset.Environments(env, 2, torch.device("cpu"))
     _, step = envs.begin(envs.uniforms())
     specs = {}
@@ -302,8 +302,8 @@ def first_steps(env, agents, flags):
 
 
 def ended_episodes(batches, metrics, T):
-    """Returns what is logged of episodes: {name: tensor [2], sum and number}, over all
-    agents and of each policy."""
+    """Returns the statistics of ended episodes, over all agents and for each policy:
+    {name: tensor [2], sum and number}."""
     of_policies = {name: rollouts.ended_episodes(x, T) for name, x in batches.items()}
     totals = {}
     for policy, episodes in of_policies.items():

@@ -25,8 +25,8 @@ MIN_SHARE_BYTES = 2**22  # Each stream's, however little memory there is.
 
 def load_core():
     """Returns the module libtorchbeast. Raises BadInput if it was not built."""
-    # gRPC logs each attempt to connect; torchbeast/remote/streams.py says what matters.
-    # It reads the variable when it is loaded, which the import below does.
+    # gRPC would log each attempt to connect; torchbeast/remote/streams.py logs what
+    # matters. gRPC reads the variable when the import below loads it.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         import libtorchbeast
