@@ -1,11 +1,10 @@
-"""The experiments whose results docs/ has: which commands, seeds and aims.
+"""The experiments of which docs/ has results, and its tables.
 
 benchmarks/results.py runs them. A run is named EXPERIMENT-SEED, and each is
 
     python -m PROGRAM FLAGS --total_steps N --seed SEED
 """
 
-import shlex
 from typing import NamedTuple
 
 
@@ -17,46 +16,47 @@ class Experiment(NamedTuple):
     flags: str  # As one types them.
     total_steps: int
     seeds: tuple
-    aim: float | None = None
-    program: str = "monobeast"
-    published: str = ""  # What others reached.
+    aim: float | None
 
     def command(self, seed):
         """Returns the words after `python -m`."""
-        flags = shlex.split(self.flags)
-        numbers = ["--total_steps", str(self.total_steps), "--seed", str(seed)]
-        return [self.program, *flags, *numbers]
+        numbers = f"--total_steps {self.total_steps} --seed {seed}"
+        program = "polybeast" if "PolyBeast" in self.agent else "monobeast"
+        return f"{program} {self.flags} {numbers}".split()
 
     def runs(self):
         """Returns {name of a run: its seed}."""
         return {f"{self.name}-{seed}": seed for seed in self.seeds}
 
 
+EXPERIMENTS = {}
 AGENTS = {
     "IMPALA": "",
-    "PPO": "--agent ppo",
-    "DQN": "--agent r2d2 --no-use_lstm",
-    "R2D2": "--agent r2d2",
-    "PQN": "--agent pqn",
-    "SAC": "--agent sac",
-    "TD3": "--agent td3",
-    "Rainbow": "--agent r2d2 --preset rainbow",
+    "PPO": "--agent ppo ",
+    "DQN": "--agent r2d2 --no-use_lstm ",
+    "R2D2": "--agent r2d2 ",
+    "PQN": "--agent pqn ",
+    "SAC": "--agent sac ",
+    "TD3": "--agent td3 ",
+    "Rainbow": "--agent r2d2 --preset rainbow ",
+    "DQN, preset": "--agent r2d2 --preset dqn ",
+    "R2D2, preset": "--agent r2d2 --preset r2d2 ",
+    "PPO, preset": "--agent ppo --preset mujoco ",
+    "PPO, Atari's preset": "--agent ppo --preset atari ",
+    "IMPALA, PolyBeast": "--net shallow ",
 }
-EXPERIMENTS = {}
 
 
-def declare(name, group, agent, env, flags, total_steps, num_seeds, *aim, **kwargs):
-    """Declares an experiment, or adds a group to one that is there, which then has as
-    many seeds as the larger of its groups asks for."""
+def declare(name, group, agent, env, flags, total_steps, num_seeds, aim=None):
+    """Declares an experiment, or adds a group to it, perhaps with more seeds."""
     seeds = tuple(range(1, num_seeds + 1))
-    flags = " ".join(filter(None, [AGENTS.get(agent, ""), flags]))
-    new = Experiment(name, (group,), agent, env, flags, total_steps, seeds, *aim,
-                     **kwargs)  # fmt: skip
+    flags = AGENTS.get(agent, "") + flags
+    new = Experiment(name, (group,), agent, env, flags, total_steps, seeds, aim)
     if (old := EXPERIMENTS.get(name)) is not None:
-        changed = dict(groups=old.groups + new.groups, seeds=max(old.seeds, new.seeds))
-        if new._replace(aim=old.aim, **changed) != old._replace(**changed):
-            raise ValueError(f"{name} is declared twice: {old}, {new}")
-        new = old._replace(**changed)
+        if old.command(0) != new.command(0):
+            raise ValueError(f"{name} is {old.command(0)} and {new.command(0)}")
+        groups, seeds = (*old.groups, group), max(old.seeds, seeds)
+        new = old._replace(groups=groups, seeds=seeds)
     EXPERIMENTS[name] = new
 
 
@@ -68,74 +68,143 @@ def minatar(game):
     return f"--env examples.minatar.env:MinAtar/{game}-v1"
 
 
+# Every agent with its defaults. Environment, its name here, flags, millions of steps,
+# {agent: aim} and, if they differ, millions of steps of agents with a replay.
 DOORKEY = "--env examples.rnd.env:torchbeast/MiniGrid-DoorKey-5x5-v0"
 MEMORY = "--env tests.envs:torchbeast/Memory-v0 --use_lstm"
-# Environment, its part of names, flags, steps, {agent: aim} and, where they differ, the
-# steps of agents with a replay.
 MATRIX = [
-    ("CartPole-v1", "cartpole", "--env CartPole-v1", 300_000,
+    ("CartPole-v1", "cartpole", "--env CartPole-v1", 0.3,
      dict(IMPALA=475, PPO=475, DQN=475, R2D2=475, PQN=475)),
-    ("Acrobot-v1", "acrobot", "--env Acrobot-v1", 300_000,
+    ("Acrobot-v1", "acrobot", "--env Acrobot-v1", 0.3,
      dict(IMPALA=-100, PPO=-100, DQN=-100, R2D2=-110, PQN=-100)),
-    ("LunarLander-v3", "lunar", "--env LunarLander-v3", 1_000_000,
-     dict(IMPALA=200, PPO=220, DQN=200, R2D2=150, PQN=200), 300_000),
-    ("LunarLanderContinuous-v3", "llc", "--env LunarLanderContinuous-v3", 1_000_000,
-     dict(IMPALA=200, PPO=200, SAC=200, TD3=200), 100_000),
-    ("Pendulum-v1", "pendulum", "--env Pendulum-v1", 400_000,
-     dict(IMPALA=-250, PPO=-250, SAC=-200, TD3=-200), 60_000),
-    ("HalfCheetah-v5", "halfcheetah", "--env HalfCheetah-v5", 1_000_000,
-     dict(IMPALA=1500, PPO=2500, SAC=6000, TD3=5000), 200_000),
-    ("Hopper-v5", "hopper", "--env Hopper-v5", 1_000_000,
-     dict(IMPALA=1500, PPO=2000, SAC=2000, TD3=2000), 200_000),
-    ("MinAtar Breakout", "minatar-breakout", minatar("Breakout"), 3_000_000,
-     dict(IMPALA=12, PPO=12, DQN=15, R2D2=10, PQN=25), 1_000_000),
-    ("MinAtar SpaceInvaders", "minatar-spaceinvaders", minatar("SpaceInvaders"),
-     3_000_000, dict(IMPALA=60, PPO=60, DQN=60, R2D2=40, PQN=100), 1_000_000),
-    ("MiniGrid-DoorKey-5x5", "doorkey", DOORKEY, 1_000_000,
+    ("LunarLander-v3", "lunar", "--env LunarLander-v3", 1,
+     dict(IMPALA=200, PPO=220, DQN=200, R2D2=150, PQN=200), 0.3),
+    ("LunarLanderContinuous-v3", "llc", "--env LunarLanderContinuous-v3", 1,
+     dict(IMPALA=200, PPO=200, SAC=200, TD3=200), 0.1),
+    ("Pendulum-v1", "pendulum", "--env Pendulum-v1", 0.4,
+     dict(IMPALA=-250, PPO=-250, SAC=-200, TD3=-200), 0.06),
+    ("HalfCheetah-v5", "halfcheetah", "--env HalfCheetah-v5", 1,
+     dict(IMPALA=1500, PPO=2500, SAC=6000, TD3=5000), 0.2),
+    ("Hopper-v5", "hopper", "--env Hopper-v5", 1,
+     dict(IMPALA=1500, PPO=2000, SAC=2000, TD3=2000), 0.2),
+    ("MinAtar Breakout", "minatar-breakout", minatar("Breakout"), 3,
+     dict(IMPALA=12, PPO=12, DQN=15, R2D2=10, PQN=25), 1),
+    ("MinAtar SpaceInvaders", "minatar-spaceinvaders", minatar("SpaceInvaders"), 3,
+     dict(IMPALA=60, PPO=60, DQN=60, R2D2=40, PQN=100), 1),
+    ("MiniGrid-DoorKey-5x5", "doorkey", DOORKEY, 1,
      dict(IMPALA=0.8, PPO=0.8, R2D2=0.8, PQN=0.8)),
-    ("Memory", "memory", MEMORY, 300_000,
+    ("Memory-v0 `--use_lstm`", "memory", MEMORY, 0.3,
      dict(IMPALA=0.95, PPO=0.95, R2D2=0.95, PQN=0.95)),
-    ("Pong", "pong", atari("Pong"), 1_000_000, dict(IMPALA=15, PPO=15, PQN=15)),
-    ("Breakout", "breakout", atari("Breakout"), 3_000_000,
-     dict(IMPALA=100, PPO=60, PQN=100)),
+    ("Pong", "pong", atari("Pong"), 1, dict(IMPALA=15, PPO=15, PQN=15)),
+    ("Breakout", "breakout", atari("Breakout"), 3, dict(IMPALA=100, PPO=60, PQN=100)),
 ]  # fmt: skip
-WITH_REPLAY = "DQN", "R2D2", "SAC", "TD3"
-for env, short, flags, steps, aims, *fewer in MATRIX:
+for env, short, flags, millions, aims, *fewer in MATRIX:
     for agent, aim in aims.items():
-        total_steps = fewer[0] if fewer and agent in WITH_REPLAY else steps
+        with_replay = agent in ("DQN", "R2D2", "SAC", "TD3")
+        num_steps = round(1e6 * (fewer[0] if fewer and with_replay else millions))
         name = f"{agent.lower()}-{short}"
-        declare(name, "matrix", agent, env, flags, total_steps, 3, aim)
-        if short in ("doorkey", "memory"):
-            declare(name, short, agent, env, flags, total_steps, 3)
+        declare(name, "matrix", agent, env, flags, num_steps, 3, aim)
 
 M = 1_000_000
-for agent, game, num_steps, num_seeds in [
-    ("IMPALA", "Pong", M, 3),
-    ("PPO", "Pong", M, 2),
-    *[("IMPALA", game, 3 * M, 1) for game in (
-        "Qbert", "Seaquest", "SpaceInvaders", "BeamRider", "Phoenix", "NameThisGame",
-        "BattleZone", "DoubleDunk")],
-    *[("PQN", game, 3 * M, 1) for game in (
-        "Breakout", "SpaceInvaders", "BeamRider", "Qbert", "Phoenix")],
-    ("PPO", "Breakout", 3 * M, 1),
-    ("Rainbow", "Pong", M, 1),
+for agent, group, games, num_steps, num_seeds, prefix, suffix in [
+    ("IMPALA", "atari", "Pong", M, 3, "impala", ""),
+    ("IMPALA", "atari", "Breakout", 10 * M, 3, "impala", "-10m"),
+    ("IMPALA", "atari", "Qbert Seaquest SpaceInvaders BeamRider Phoenix NameThisGame "
+     "BattleZone DoubleDunk", 3 * M, 1, "impala", ""),
+    ("PPO", "atari", "Pong", M, 2, "ppo", ""),
+    ("PPO", "atari", "Breakout", 3 * M, 1, "ppo", ""),
+    ("PQN", "atari", "Breakout SpaceInvaders BeamRider Qbert Phoenix", 3 * M, 1,
+     "pqn", ""),
+    ("DQN, preset", "atari", "Pong", M, 1, "dqn-preset", ""),
+    ("Rainbow", "atari", "Pong", M, 1, "rainbow", ""),
+    ("IMPALA", "published", "Pong", 10 * M, 1, "impala", "-10m"),
+    ("IMPALA", "published", "BeamRider Qbert Seaquest SpaceInvaders", 5 * M, 1,
+     "impala", "-5m"),
+    ("IMPALA, PolyBeast", "published", "Breakout", 10 * M, 1, "polybeast", "-10m"),
+    ("PPO, Atari's preset", "published", "Pong", 3 * M, 1, "ppo-preset", ""),
+    ("DQN, preset", "published", "Pong", 10 * M, 1, "dqn-preset", "-10m"),
+    ("R2D2, preset", "published", "Pong", 10 * M, 1, "r2d2-preset", "-10m"),
 ]:  # fmt: skip
-    name = f"{agent.lower()}-{game.lower()}"
-    declare(name, "atari", agent, game, atari(game), num_steps, num_seeds)
-declare("impala-breakout-10m", "atari", "IMPALA", "Breakout", atari("Breakout"),
-        10 * M, 2)  # fmt: skip
-declare("dqn-preset-pong", "atari", "DQN preset", "Pong",
-        f"--agent r2d2 --preset dqn {atari('Pong')}", M, 1)  # fmt: skip
+    for game in games.split():
+        declare(f"{prefix}-{game.lower()}{suffix}", group, agent, game, atari(game),
+                num_steps, num_seeds)  # fmt: skip
 
 for game in "Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders":
-    for agent, num_steps, num_seeds in [
-        ("IMPALA", 3 * M, 3), ("PPO", 3 * M, 3), ("PQN", 3 * M, 3),
-        ("DQN", M, 1), ("Rainbow", M, 1),
-    ]:  # fmt: skip
+    for agent in "IMPALA", "PPO", "PQN", "DQN", "Rainbow":
+        on_policy = agent in ("IMPALA", "PPO", "PQN")
         declare(f"{agent.lower()}-minatar-{game.lower()}", "minatar", agent,
-                f"MinAtar {game}", minatar(game), num_steps, num_seeds)  # fmt: skip
+                f"MinAtar {game}", minatar(game), *((3 * M, 3) if on_policy else (M, 1))
+                )  # fmt: skip
 
-for agent in "SAC", "TD3":
-    for env, num_seeds in ("HalfCheetah", 3), ("Hopper", 1):
-        declare(f"{agent.lower()}-{env.lower()}", "mujoco", agent, f"{env}-v5",
-                f"--env {env}-v5", 200_000, num_seeds)  # fmt: skip
+for agent, robots, num_steps, num_seeds, prefix in [
+    ("SAC", "HalfCheetah", 200_000, 3, "sac"),
+    ("SAC", "Hopper", 200_000, 1, "sac"),
+    ("TD3", "HalfCheetah", 200_000, 3, "td3"),
+    ("TD3", "Hopper", 200_000, 1, "td3"),
+    ("PPO, preset", "HalfCheetah Hopper Walker2d", M, 3, "ppo-preset"),
+]:
+    for robot in robots.split():
+        declare(f"{prefix}-{robot.lower()}", "mujoco", agent, f"{robot}-v5",
+                f"--env {robot}-v5", num_steps, num_seeds)  # fmt: skip
+
+EXAMPLE = f"{minatar('Breakout')} --num_actors 0"
+for name, flags in {
+    "minatar-impala": "--agent examples.minatar.agent",
+    "minatar-impala-replay": "--agent examples.minatar.agent --replay_fraction 0.5",
+    "minatar-dqn": "--agent examples.minatar.dqn --no-use_lstm --exploration_steps "
+    "100000 --replay_start 5000 --target_interval 500",
+}.items():
+    declare(name, "published", "", "MinAtar Breakout", f"{flags} {EXAMPLE}", M, 1)
+
+# {name of a table in a document: (function of benchmarks/tables.py, its arguments)}.
+TABLES = {
+    "matrix": ("grid", "matrix", True),
+    "atari": ("grid", "atari"),
+    "minatar": ("grid", "minatar"),
+    "mujoco": ("grid", "mujoco"),
+    "first": ("milestones", {
+        "Pong": ("impala-pong-10m-1", (0, 10, 15)),
+        "Breakout": ("impala-breakout-10m-1", (30, 100, 300)),
+        "Breakout, seed 2": ("impala-breakout-10m-2", (30,)),
+    }),
+    "games": ("after", range(M, 11 * M, M), {
+        "Breakout": "impala-breakout-10m-1",
+        "Breakout, seed 2": "impala-breakout-10m-2",
+        "Breakout, PolyBeast": "polybeast-breakout-10m-1",
+        "BeamRider": "impala-beamrider-5m-1",
+        "Qbert": "impala-qbert-5m-1",
+        "Seaquest": "impala-seaquest-5m-1",
+        "SpaceInvaders": "impala-spaceinvaders-5m-1",
+    }),
+    "sb3": ("after", (250_000, 500_000, M, 1_500_000, 2 * M, 3 * M), {
+        "MonoBeast, IMPALA, seed 1": "impala-breakout-10m-1",
+        "MonoBeast, IMPALA, seed 2": "impala-breakout-10m-2",
+        "Stable-Baselines3, A2C": "sb3-a2c-breakout-1",
+        "Stable-Baselines3, PPO": "sb3-ppo-breakout-1",
+    }),
+    "pong-agents": ("milestones", {
+        "IMPALA": ("impala-pong-10m-1", (0, 15)),
+        "PPO": ("ppo-preset-pong-1", (0, 15, 18)),
+        "DQN": ("dqn-preset-pong-10m-1", (0, 10, 15, 18, 20)),
+        "R2D2": ("r2d2-preset-pong-10m-1", (0, 10, 15, 18, 20)),
+    }),
+    "minatar-examples": ("after", (100_000, 500_000, M), {
+        "`--agent examples.minatar.dqn`": "minatar-dqn-1",
+        "`--agent examples.minatar.agent` (IMPALA)": "minatar-impala-1",
+        "IMPALA, `--replay_fraction 0.5`": "minatar-impala-replay-1",
+    }),
+}  # fmt: skip
+
+# Returns of random play and of humans (github.com/google-deepmind/dqn_zoo).
+HUMAN = {
+    "BattleZone": (2360, 37187.5),
+    "BeamRider": (363.9, 16926.5),
+    "Breakout": (1.7, 30.5),
+    "DoubleDunk": (-18.6, -16.4),
+    "NameThisGame": (2292.3, 8049),
+    "Phoenix": (761.4, 7242.6),
+    "Pong": (-20.7, 14.6),
+    "Qbert": (163.9, 13455),
+    "Seaquest": (68.4, 42054.7),
+    "SpaceInvaders": (148, 1668.7),
+}

@@ -1,13 +1,267 @@
-"""Tables and plots of what is in docs/results."""
+"""Tables and plots of what is in docs/results.
 
+A document has <!-- table: NAME --> and <!-- end -->, each on a line of its own. What is
+between them is made here, the caption, too; without a run nothing is. rliable is not
+used for the interquartile mean and its interval (arXiv 2108.13264), because it needs
+SciPy, pandas, seaborn and arch.
+"""
+
+import datetime
 import json
 import pathlib
+import re
+import statistics
+import textwrap
+
+import numpy as np
+
+from benchmarks.experiments import AGENTS, EXPERIMENTS, HUMAN, TABLES
+from torchbeast import logs
+from torchbeast.messages import BadInput, log
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-RECORDS = RESULTS / "runs.json"
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+MARKED = re.compile(r"^(<!-- table: (\S+) -->\n).*?^(<!-- end -->)$", re.M | re.S)
+
+
+class Curve:
+    """A run: its name and record; x, seconds, y: steps, time, mean return of the last
+    100 episodes."""
+
+    def __init__(self, name, record):
+        self.name, self.record = name, record
+        rows = logs.read(RESULTS / f"{name}.csv")
+        if any("mean_return" in row for row in rows):
+            points = [(row, row["mean_return"]) for row in rows]
+        else:  # What torchbeast.plot has thinned.
+            points = logs.moving_average(rows, "episode_return")
+        triples = [(row["step"], row["seconds"], mean) for row, mean in points]
+        self.x, self.seconds, self.y = np.array(triples).T
 
 
 def read_records():
     """Returns {name of a run: its record}."""
-    return json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    path = RESULTS / "runs.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_curves():
+    return {name: Curve(name, record) for name, record in read_records().items()}
+
+
+def runs_of(group, curves):
+    """Returns [(experiment, its curves)] of a group. Runs that are not finished count
+    where no other run of the experiment is."""
+    pairs = []
+    for x in EXPERIMENTS.values():
+        runs = [curves[run] for run in x.runs() if run in curves]
+        if group in x.groups:
+            finished = [run for run in runs if run.record["finished"]]
+            pairs.append((x, finished or runs))
+    return pairs
+
+
+def number(x):
+    digits = 0 if abs(x) >= 99.95 else 1 if abs(x) >= 9.995 else 2
+    return f"{x:,.{digits}f}"
+
+
+def mean_and_error(values):
+    mean = number(np.mean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {number(statistics.stdev(values) / len(values) ** 0.5)}"
+
+
+def table(header, rows, caption, runs):
+    """Returns a table, its caption and where its runs are from; "" without a run."""
+    if not runs:
+        return ""
+    first, *others = [f"| {' | '.join(row)} |\n" for row in [header, *rows]]
+    records = [run.record for run in runs]
+    machines = "; ".join(sorted({record["machine"] for record in records}))
+    days = sorted(datetime.date.fromisoformat(record["date"]) for record in records)
+    days = " to ".join(dict.fromkeys(f"{d.day} {d:%B %Y}" for d in (days[0], days[-1])))
+    caption += (
+        f" Runs: {len(runs)}, {days}, on {machines}; "
+        "[results/runs.json](results/runs.json) has the command and the commit of each."
+    )
+    caption = textwrap.fill(
+        caption, 100, break_long_words=False, break_on_hyphens=False
+    )
+    return f"\n{first}|{'---|' * len(header)}\n{''.join(others)}\n{caption}\n\n"
+
+
+# The kinds of tables.
+
+
+def grid(curves, group, medians=False):
+    """Environments by agents. medians: with aims, and cells for what was not run."""
+    pairs = runs_of(group, curves)
+    agents = dict.fromkeys(x.agent for x, runs in pairs if runs or medians)
+    rows, scores = {}, {}
+    for x, runs in pairs:
+        if not runs and not medians:
+            continue
+        last = np.array([run.y[-1] for run in runs])
+        steps = max((run.record["steps"] for run in runs), default=0)
+        done = all(run.record["finished"] for run in runs)
+        num = f"({len(runs)})" if done else f"({len(runs)}, after {steps:,})"
+        if medians:
+            result = f"{number(np.median(last))} {num}" if runs else "not run"
+            cell = f"{result} / {x.aim:,g}"
+        else:
+            cell = f"{mean_and_error(last)} {num}"
+        if not medians and x.env in HUMAN:
+            low, high = HUMAN[x.env]
+            normalised = (last - low) / (high - low)
+            cell += f"; {100 * normalised.mean():.0f}%"
+            scores.setdefault((x.agent, x.total_steps), []).append(normalised)
+        row = rows.setdefault(x.env, {"steps": {}})
+        row[x.agent] = cell
+        row["steps"].setdefault(x.total_steps, []).append(x.agent)
+    cells = []
+    for env, row in rows.items():
+        (most, _), *others = row["steps"].items()
+        steps = [f"{most:,}", *(f"{', '.join(who)}: {n:,}" for n, who in others)]
+        cells.append([env, "; ".join(steps), *(row.get(a, "") for a in agents)])
+    caption = (
+        "Mean return of the last 100 training episodes of a run, with actions that "
+        f"explore: {'median' if medians else 'mean ± standard error'} over seeds "
+        f"(number of seeds){' / aim' if medians else ''}"
+        f"{'; human-normalised score' if scores else ''}."
+    )
+    for (agent, steps), of_games in scores.items():
+        if len(of_games) > 2:
+            caption += (
+                f" Of {agent} ({steps:,} steps, {len(of_games)} games) the "
+                f"interquartile mean of human-normalised scores is {iqm(of_games)}."
+            )
+    runs = [run for _, of_experiment in pairs for run in of_experiment]
+    text = table(["environment", "steps", *agents], cells, caption, runs)
+    what = (
+        "Return over steps: mean over seeds, and a band from the least to the greatest"
+    )
+    return text and f"{text}![{what}](results/{group}-curves.png)\n\n"
+
+
+def iqm(of_games, num_resamples=2000):
+    """Returns the interquartile mean over runs of all games, and its interval by
+    stratified bootstrap, as text. of_games: an array of scores for each game."""
+
+    def middle(scores):
+        scores = np.sort(np.concatenate(scores))
+        cut = len(scores) // 4
+        return 100 * scores[cut : len(scores) - cut].mean()
+
+    if all(len(scores) == 1 for scores in of_games):
+        return f"{middle(of_games):.0f}% (one run of each game, hence no interval)"
+    random = np.random.RandomState(1)  # Its numbers are the same in any NumPy.
+    resampled = [
+        middle([random.choice(scores, len(scores)) for scores in of_games])
+        for _ in range(num_resamples)
+    ]
+    low, high = np.percentile(resampled, (2.5, 97.5))
+    return f"{middle(of_games):.0f}% (95% interval {low:.0f}% to {high:.0f}%)"
+
+
+def milestones(curves, rows):
+    """When runs first reach returns. rows: {label: (run, returns)}."""
+    cells, runs = [], []
+    for label, (name, returns) in rows.items():
+        if (run := curves.get(name)) is not None:
+            texts, runs, minutes = [], [*runs, run], ""
+            for x in returns:
+                if (run.y >= x).any():
+                    i = np.argmax(run.y >= x)
+                    texts.append(f"{x:g}: {run.x[i]:,.0f}")
+                    minutes = f" ({run.seconds[i] / 60:.1f} minutes)"
+            end = f"{number(run.y[-1])} after {run.record['steps']:,}"
+            link = f"[{label}](results/{name}.csv)"
+            command = f"`{run.record['command']}`"
+            cells.append([link, command, "; ".join(texts) + minutes, end])
+    header = ["", "command", "return and the step that first reaches it", "at the end"]
+    caption = "Returns are means of the last 100 training episodes."
+    return table(header, cells, caption, runs)
+
+
+def after(curves, steps, rows):
+    """What runs reach after these steps. rows: {label: run}."""
+    cells, runs = [], []
+    for label, name in rows.items():
+        if (run := curves.get(name)) is not None:
+            runs.append(run)
+            values = [run.y[run.x <= step][-1:] for step in steps]
+            cells.append([f"[{label}](results/{name}.csv)", *(
+                number(value[0]) if len(value) and step <= run.record["steps"] else ""
+                for step, value in zip(steps, values)
+            )])  # fmt: skip
+    caption = (
+        "Mean return of the last 100 training episodes after so many steps; nothing "
+        "where a run had ended."
+    )
+    return table(["", *(f"{step:,}" for step in steps)], cells, caption, runs)
+
+
+# Documents and plots.
+
+
+def made(text, curves):
+    """Returns a document with its tables as docs/results has them."""
+
+    def between(match):
+        if match[2] not in TABLES:
+            raise BadInput(f"{match[1].strip()}: expected one of {', '.join(TABLES)}")
+        kind, *args = TABLES[match[2]]
+        return match[1] + globals()[kind](curves, *args) + match[3]
+
+    return MARKED.sub(between, text)
+
+
+def write():
+    curves = read_curves()
+    for path in DOCUMENTS:
+        text = made(before := path.read_text(), curves)
+        if text != before:
+            path.write_text(text)
+            log.info("%s", path)
+    for kind, group, *_ in TABLES.values():
+        if kind == "grid":
+            plot(curves, group)
+
+
+def plot(curves, group):
+    """Plots the runs of a group, in a picture for each environment."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    from torchbeast.plot import spread
+
+    envs = {}
+    for x, runs in runs_of(group, curves):
+        if runs:
+            envs.setdefault(x.env, {})[x.agent] = runs
+    if not envs:
+        return
+    num_rows = -(-len(envs) // 3)
+    figure = Figure(figsize=(10, 2.6 * num_rows + 0.5), layout="constrained")
+    all_axes = figure.subplots(num_rows, 3, squeeze=False).flatten()
+    for axes in all_axes:
+        axes.axis("off")
+    handles = {}
+    for axes, (env, of_agents) in zip(all_axes, envs.items()):
+        axes.axis("on")
+        axes.set_title(env, fontsize="medium")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+        for agent, runs in of_agents.items():
+            style = dict(color=f"C{list(AGENTS).index(agent) % 10}")
+            x, middle, low, high, _ = spread(runs)
+            axes.fill_between(x, low, high, alpha=0.2, lw=0, **style)
+            [handles[agent]] = axes.plot(x, middle, **style)
+    agents = [agent for agent in AGENTS if agent in handles]
+    lines = [handles[agent] for agent in agents]
+    figure.legend(lines, agents, loc="outside lower center", ncols=7)
+    figure.savefig(RESULTS / f"{group}-curves.png", dpi=100)
+    log.info("%s", RESULTS / f"{group}-curves.png")
