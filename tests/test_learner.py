@@ -102,6 +102,7 @@ def test_a_batch_that_does_not_fit_is_learned_from_in_slices(monkeypatch):
         (21, 32, [4] * 8),
         (21, 30, [4] * 7 + [2]),
         (1000, 3, [1, 1, 1]),
+        (2, 256, [43] * 5 + [41]),  # No slice is much smaller than the others.
     ],
 )
 def test_a_batch_is_cut_for_the_cache(T, B, sizes):
@@ -117,6 +118,12 @@ def test_a_batch_is_cut_for_the_cache(T, B, sizes):
         mean = [size / B for size in sizes]
         expected = [1] * len(sizes) if reduction == "sum" else mean
         assert weights == pytest.approx(expected)
+
+
+def test_the_mean_of_a_statistic_is_of_the_gradient_steps_that_have_it():
+    steps = [{"a": 1.0}, {"a": 3.0, "b": 5.0}]
+    assert gradients.means(steps) == {"a": 2, "b": 5}
+    assert gradients.means([]) == {}
 
 
 def test_forward_is_called_for_one_slice_after_the_other_and_once_for_each(

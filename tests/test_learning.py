@@ -222,6 +222,21 @@ def last_return(directory):
 
 
 @pytest.mark.slow
+def test_crossq_learns_pendulum_in_few_steps(tmp_path):
+    """By its preset, but with networks and batches for a few seconds."""
+    result = main("--agent", "sac", "--preset", "crossq", "--env", "Pendulum-v1",
+                  "--hidden_sizes", 64, 64, "--critic_hidden_sizes", 64, 64,
+                  "--replay_batch_size", 64, "--replay_ratio", 64, "--seed", 1,
+                  "--replay_start", 500, "--total_steps", 4400, "--savedir", tmp_path,
+                  "--log_interval_steps", 200, "--xpid", "x")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in read_logs(tmp_path / "x") if row["episode_return"]]
+    returns = [float(row["episode_return"]) for row in rows if row["episodes"] == "1"]
+    assert len(returns) >= 18
+    assert sum(returns[:4]) / 4 < -900 and sum(returns[-6:]) / 6 > -350, returns
+
+
+@pytest.mark.slow
 def test_memory_cannot_be_solved_without_a_recurrent_network(tmp_path):
     env = ABILITIES["memory"][0]
     result = main("--env", env, "--total_steps", 60_000, "--num_actors", 0,

@@ -14,7 +14,10 @@ from tests import envs
 from tests.programs import main, read_logs
 from tests.test_agent import batches, make_actor
 from torchbeast import environment
+from torchbeast.actors import SharedWeights
+from torchbeast.batch_renorm import BatchRenorm
 from torchbeast.flags import parse_args
+from torchbeast.learner import PublishedWeights
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
@@ -63,8 +66,9 @@ def make_agent(*args, env=Swing, seed=1, module=sac):
     torch.manual_seed(seed)
     agent = module.Agent(flags, env.observation_space, env.action_space)
     agent.start_learning(CPU)
-    for parameter in agent.target_critics.parameters():  # Other ones.
-        parameter.mul_(1.5)
+    for target, _ in agent.targets[:1]:  # Other critics.
+        for parameter in target.parameters():
+            parameter.mul_(1.5)
     return agent, batches(*make_actor(flags, env, seed=3, agent=agent))
 
 
@@ -88,7 +92,7 @@ def test_critics_learn_the_reward_and_the_soft_value_of_what_follows():
     batch = sampled(agent, acted)
     agent.log_alpha.data.fill_(-1)
     torch.manual_seed(7)
-    _, statistics = agent.loss(batch)
+    _, statistics = agent.critic_loss(batch)
     torch.manual_seed(7)
     now, following = batch["observation"]
     with torch.no_grad():
@@ -110,38 +114,42 @@ def test_critics_learn_the_reward_and_the_soft_value_of_what_follows():
 
 
 def gradients(agent, batch):
-    agent.optimizer.zero_grad()
-    agent.loss(batch)[0].backward()
+    """What the optimizer gets in a gradient step, {name: [gradients]} each time. It
+    moves nothing."""
+    steps, modules = [], {"net": agent.net, "critics": agent.critics}
+
+    def step():
+        grads = {k: [p.grad for p in x.parameters()] for k, x in modules.items()}
+        steps.append({**grads, "log_alpha": [agent.log_alpha.grad]})
+
+    agent.optimizer.step = step
+    agent.learn_from(batch)
+    return steps
 
 
 def test_the_actor_learns_from_critics_and_they_do_not_learn_from_it():
-    agent, acted = make_agent()
+    agent, acted = make_agent("--target_rate", 0)
     batch = sampled(agent, acted)
-    agent.log_alpha.data.fill_(-100)  # Entropy is worth nothing.
     torch.manual_seed(7)
-    gradients(agent, batch)
-    got = [p.grad.clone() for p in agent.critics.parameters()]
+    first, second = gradients(agent, batch)
     torch.manual_seed(7)
-    _, statistics = agent.loss(batch)
-    expected = torch.autograd.grad(
-        statistics["critic_loss"], list(agent.critics.parameters())
-    )
-    for x, y in zip(got, expected):
-        torch.testing.assert_close(x, y)
-    torch.manual_seed(7)
-    _, statistics = agent.loss(batch)
-    expected = torch.autograd.grad(
-        statistics["actor_loss"], list(agent.net.parameters())
-    )
-    for p, y in zip(agent.net.parameters(), expected):
-        torch.testing.assert_close(p.grad, y)
-        assert y.abs().sum() > 0
+    for got, loss, module, name in (
+        (first, agent.critic_loss, agent.critics, "critics"),
+        (second, agent.actor_loss, agent.net, "net"),
+    ):
+        expected = torch.autograd.grad(loss(batch)[0], list(module.parameters()))
+        for x, y in zip(got.pop(name), expected):
+            torch.testing.assert_close(x, y)
+            assert y.abs().sum() > 0
+    assert second.pop("log_alpha") != [None]
+    for rest in (first, second):
+        assert all(x is None for grads in rest.values() for x in grads)
 
 
 @pytest.mark.parametrize(("target", "sign"), [(-50, 1), (50, -1)])
 def test_entropy_is_worth_less_while_it_is_above_its_target(target, sign):
     agent, acted = make_agent("--target_entropy", target)
-    gradients(agent, sampled(agent, acted))
+    agent.actor_loss(sampled(agent, acted))[0].backward()
     assert torch.sign(agent.log_alpha.grad) == sign
 
 
@@ -219,6 +227,7 @@ def test_a_checkpoint_has_all_that_learns():
     other, _ = make_agent(seed=2)
     other.load_state_dict(saved)
     assert other.log_alpha == agent.log_alpha != 0
+    assert other.gradient_steps == agent.gradient_steps > 0
     for name in ("net", "critics", "target_critics"):
         for x, y in zip(
             getattr(agent, name).parameters(), getattr(other, name).parameters()
@@ -255,7 +264,7 @@ def test_a_run_goes_on_with_its_weights_and_an_empty_replay(tmp_path, agent):
         return result.stderr
 
     train(1000)
-    assert "learning goes on after 100 new steps" in train(2000)
+    assert train(2000).count("learning goes on after 100 new steps") == 1
     assert float(read_logs(tmp_path / "x")[-1]["replay_size"]) < 1000
 
 
@@ -278,7 +287,148 @@ def test_a_gradient_step_moves_actor_critics_and_alpha_at_rates_of_their_own():
 def test_alphas_gradient_is_the_gap_between_entropy_and_its_target():
     agent, acted = make_agent("--target_entropy", -1.5)
     batch = sampled(agent, acted)
-    loss, statistics = agent.loss(batch)
+    loss, statistics = agent.actor_loss(batch)
     loss.backward()
     gap = statistics["entropy"].item() + 1.5
     assert agent.log_alpha.grad.item() == pytest.approx(gap, rel=1e-4)
+
+
+# CrossQ.
+
+CROSSQ = ["--preset", "crossq", "--critic_hidden_sizes", 16, 12]
+
+
+def statistics_of(module):
+    return [x for x in module.modules() if isinstance(x, BatchRenorm)]
+
+
+def make_crossq(*args, **kwargs):
+    """An agent whose weights and running statistics are no longer the first ones."""
+    agent, acted = make_agent(*CROSSQ, *args, **kwargs)
+    for _ in range(4):
+        sampled(agent, acted)
+        agent.gradient_step()
+    return agent, acted
+
+
+def test_crossq_has_no_target_networks():
+    agent, acted = make_crossq()
+    assert agent.targets == [] and set(agent.learned) == {"critics"}
+    assert not hasattr(agent, "target_critics")
+    assert not [name for name in agent.state_dict() if "target" in name]
+    assert set(make_agent()[0].learned) == {"critics", "target_critics"}
+
+
+def test_crossq_normalises_what_each_layer_reads():
+    agent, _ = make_agent(*CROSSQ)
+    D = agent.distribution.num_features
+    for critic in agent.critics:
+        assert [len(x.mean) for x in statistics_of(critic)] == [1 + D, 16, 12]
+    assert [len(x.mean) for x in statistics_of(agent.net)] == [1, 256, 256]
+    assert statistics_of(make_agent()[0].net) == []
+
+
+def test_crossqs_critics_see_both_steps_in_one_pass():
+    agent, acted = make_crossq("--discounting", 0.9)
+    batch, critics = sampled(agent, acted), copy.deepcopy(agent.critics)
+    torch.manual_seed(7)
+    got = agent.critic_loss(batch)[1]["critic_loss"]
+    torch.manual_seed(7)
+    now, following = batch["observation"]
+    taken = agent.distribution.features(batch["action"])[0]
+    with torch.no_grad():
+        agent.net.eval()
+        action, log_prob = agent.sample_action(following)
+        agent.net.train()
+
+        def loss(values):  # [(now, following)] of two critics.
+            value = torch.minimum(values[0][1], values[1][1])
+            value = value - agent.log_alpha.exp() * log_prob
+            target = batch["reward"][1] + 0.9 * ~batch["terminated"][1] * value
+            return sum((v[0] - target).square().mean() for v in values)
+
+        joint, apart = copy.deepcopy(critics), copy.deepcopy(critics)
+        both = torch.cat([now, following]), torch.cat([taken, action])
+        expected = loss([critic(*both).chunk(2) for critic in joint])
+        other = loss([(c(now, taken), c(following, action)) for c in apart])
+    torch.testing.assert_close(got, expected)
+    assert abs(other - expected) > 0.01 * expected
+    for x, y in zip(agent.critics.buffers(), joint.buffers()):
+        torch.testing.assert_close(x, y)
+
+
+def test_crossqs_statistics_are_of_what_each_network_learns_from():
+    """The critics' are not of what the actor would do, the actor's of the steps that it
+    learns from, of every third batch."""
+    agent, acted = make_agent(*CROSSQ)
+    sampled(agent, acted)
+    for layer in statistics_of(agent.net):  # Here it has acted in training mode.
+        layer.num_updates.zero_()
+    for i in range(1, 7):
+        agent.gradient_step()
+        assert {int(x.num_updates) for x in statistics_of(agent.critics)} == {i}
+        assert {int(x.num_updates) for x in statistics_of(agent.net)} == {i // 3}
+        assert all(x.training for x in (*agent.net.modules(), *agent.critics.modules()))
+
+
+def test_crossqs_actor_and_alpha_learn_in_every_third_step():
+    agent, acted = make_agent(*CROSSQ)
+    for i in range(1, 7):
+        sampled(agent, acted)
+        before = copy.deepcopy([*agent.net.parameters(), agent.log_alpha])
+        critics = copy.deepcopy(list(agent.critics.parameters()))
+        agent.gradient_step()
+        now = [*agent.net.parameters(), agent.log_alpha]
+        moved = [not torch.equal(x, y) for x, y in zip(before, now)]
+        assert moved == [i % 3 == 0] * len(now)
+        moved = [
+            not torch.equal(x, y) for x, y in zip(critics, agent.critics.parameters())
+        ]
+        assert any(moved)
+
+
+@pytest.mark.parametrize("weights", [SharedWeights, PublishedWeights])
+def test_whoever_acts_gets_the_running_statistics(weights):
+    agent, acted = make_crossq()
+    published = weights(agent.net, *[CPU] * (weights is PublishedWeights))
+    other, _ = make_agent(*CROSSQ, seed=2)
+    step = {"observation": torch.rand(1, 10, 1)}
+    for version in (1, 2):
+        sampled(agent, acted)
+        for _ in range(3):
+            agent.gradient_step()
+        published.publish(agent.net, version)
+        published.fetch(other.net)
+        agent.net.eval(), other.net.eval()
+        x, y = (a.act(step, (), greedy=True)[0]["action"]["a"] for a in (agent, other))
+        assert torch.equal(x, y)
+        agent.net.train()
+        for x, y in zip(statistics_of(agent.net), statistics_of(other.net)):
+            assert torch.equal(x.mean, y.mean) and x.num_updates == y.num_updates > 0
+
+
+def test_crossqs_constants():
+    agent, _ = make_agent("--preset", "crossq")
+    rates = [(g["lr"], *g["betas"]) for g in agent.optimizer.param_groups]
+    assert rates == [(1e-3, 0.5, 0.999)] * 2 + [(1e-3, 0.9, 0.999)]
+    assert agent.log_alpha == 0
+    flags = parse_args(monobeast.program_parser("sac"), ["--preset", "crossq"])
+    assert (flags.replay_start, flags.replay_batch_size) == (5000, 256)
+    assert flags.replay_ratio == 256  # A gradient step for each step.
+
+
+@pytest.mark.parametrize("module", [sac, td3])
+def test_presets_have_flags_that_are_there(module):
+    flags = vars(parse_args(monobeast.program_parser(module.__name__), []))
+    others = {"num_servers", "envs_per_server"}  # PolyBeast's.
+    for preset in module.PRESETS.values():
+        assert preset.keys() <= {*flags, *others}
+
+
+def test_crossqs_ranks_agree_on_all_running_statistics(monkeypatch):
+    agent, acted = make_agent(*CROSSQ)
+    sampled(agent, acted)
+    averaged = []
+    monkeypatch.setattr(sac, "average_over_ranks", lambda *x: averaged.append(x))
+    agent.gradient_step()
+    assert averaged == [(agent.net, agent.critics)]

@@ -8,11 +8,13 @@ To understand X, open Y, in the order of the way from an environment to a gradie
     actors.py         MonoBeast's actor processes, and the shared memory they fill
     rollouts.py       what a rollout holds
     agents.py         what all agents share; policies.py: several agents as one
+    actor_critic.py   what SAC and TD3 share
     networks.py       encoder, LSTM and heads; encoders.py: observations to features
     distributions.py  policies over any space of actions
     learner.py        an update: learn, count, publish, evaluate
     gradients.py      a loss's gradients, in slices, and summed over several learners
-    normalization.py  running statistics of observations and rewards
+    normalization.py  running statistics of observations and rewards; batch_renorm.py:
+                      of what layers read
     replay.py         what was seen before, for targets.py and V-trace
     ranks.py          several learners: who votes, what is summed
     run.py            a run's directory and counters; checkpoint.py: model.tar

@@ -1,5 +1,7 @@
 """Gradients: all that happens between a loss and the clipping of its gradients."""
 
+import math
+
 import torch
 
 from torchbeast import ranks
@@ -58,9 +60,11 @@ def _sum_of_slices(parameters, loss, batch, reduction):
 
 
 def means(statistics):
-    """Returns the means {name: tensor []} of several gradient steps' statistics."""
-    names = statistics[0] if statistics else ()
-    return {k: sum(x[k] for x in statistics) / len(statistics) for k in names}
+    """Returns the means {name: tensor []} of several gradient steps' statistics, of
+    which some may lack a name."""
+    names = dict.fromkeys(k for x in statistics for k in x)
+    values = {k: [x[k] for x in statistics if k in x] for k in names}
+    return {k: sum(x) / len(x) for k, x in values.items()}
 
 
 @torch.no_grad()
@@ -128,7 +132,8 @@ def slices(batch, reduction="sum"):
         num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"]))
         least = MIN_RECURRENT if leaves(batch.get("core_state", ())) else 1
         size = max(least, int(B / max(1, num_bytes / SLICE_BYTES)))
-    size = min(size, _largest)
+    # Even ones: of a single sample, a network's BatchNorm would learn nothing.
+    size = math.ceil(B / math.ceil(B / min(size, _largest)))
     num_real = (~done[1:]).sum().clamp(min=1)
     for i in range(0, B, size):
         part = map_structure(lambda x, i=i: x[:, i : i + size], batch)
