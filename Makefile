@@ -143,10 +143,11 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 		$(examples:%=-r %)
 	touch $@
 
-# What slow tests need: Kubernetes' schemas, Triton's interpreter, and EnvPool.
+# What slow tests need: Kubernetes' schemas, Triton's interpreter, EnvPool, and ONNX.
 $(VENV)/.slow: $(VENV)/.dev
 	$(python) -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0 envpool==1.2.5
+		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0 \
+		envpool==1.2.5 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0
 	touch $@
 
 # What long tests need: the engines that fleets run on.

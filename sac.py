@@ -38,9 +38,8 @@ PRESETS = {
     "mujoco": {**MUJOCO, "replay_start": 5000},
     # The authors' constants (adityab/CrossQ), with sb3-contrib's narrower critics.
     "crossq": {
-        **MUJOCO, "replay_start": 5000, "batch_renorm": True,
-        "critic_hidden_sizes": [1024, 1024], "policy_delay": 3, "learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3, "beta1": 0.5,
+        **MUJOCO, "replay_start": 5000, "batch_renorm": True, "policy_delay": 3,
+        "learning_rate": 1e-3, "critic_learning_rate": 1e-3, "beta1": 0.5,
     },
 }  # fmt: skip
 

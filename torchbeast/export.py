@@ -1,0 +1,151 @@
+"""Writes a trained agent as one file that runs without this repository.
+
+    python -m torchbeast.export --xpid NAME --out agent.pt2
+
+A file.pt2 is a program of torch.export, which needs PyTorch alone; a file.onnx is
+ONNX's, which needs onnxruntime alone (the extra onnx writes one). Both
+are the function
+
+    (step, core_state) -> (action, core_state)
+
+of B environments: step is a dict of observation [B, ...], reward [B], done [B],
+last_action [B, ...] and, where there are masks, action_mask [B, C], as
+torchbeast/environment.py describes them; action [B, ...] is the most probable one, or
+the most valuable. The file has examples of step and core_state, those before a first
+step. docs/experiments.md shows how to use both.
+"""
+
+import argparse
+import importlib
+import inspect
+import io
+import json
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+from torchbeast import checkpoint, run
+from torchbeast.agents import what_networks_read
+from torchbeast.calls import create
+from torchbeast.environment import first_step
+from torchbeast.files import write_atomically
+from torchbeast.flags import Parser, number, parse_args, path, run_command, run_parser
+from torchbeast.messages import BadInput, first_line
+from torchbeast.nests import leaves, map_structure
+from torchbeast.policies import Policies, make_agent
+from torchbeast.program import flags_of_checkpoint
+
+
+def parser():
+    p = Parser(
+        prog="export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # fmt: off
+    p.add_argument("--out", metavar="FILE", type=path, required=True,
+                   help="file to write, .pt2 or .onnx")
+    p.add_argument("--xpid", metavar="NAME", help="run whose model.tar is written "
+                   "(default: the newest)")
+    p.add_argument("--savedir", metavar="DIR", type=path, default="~/logs/torchbeast",
+                   help="directory of the runs (default: %(default)s)")
+    p.add_argument("--checkpoint", metavar="FILE", type=path,
+                   help="checkpoint to write (default: the run's model.tar)")
+    p.add_argument("--num_envs", type=number(int, 1), default=1, metavar="B",
+                   help="environments that the function acts for "
+                   "(default: %(default)s)")
+    # fmt: on
+    return p
+
+
+class Acting(nn.Module):
+    """An agent's act() as a module, without gradients and the dimension of time."""
+
+    def __init__(self, agent):
+        super().__init__()
+        self.net = agent.net  # Its weights are to be in the file.
+        self._act = inspect.unwrap(agent.act.__func__), agent
+
+    def forward(self, step, core_state):
+        act, agent = self._act
+        step = map_structure(lambda x: x[None], step)
+        outputs, core_state = act(agent, step, core_state, greedy=True)
+        return map_structure(lambda x: x[0], outputs["action"]), core_state
+
+
+def load(flags):
+    """Returns (the agent of a checkpoint, a first step of its environment, what a file
+    says of itself)."""
+    given = run_parser().parse_args(["--mode", "test"])
+    vars(given).update({k: vars(flags)[k] for k in ("xpid", "savedir", "checkpoint")})
+    where = run.checkpoint_path(given)
+    saved, own = checkpoint.load(where), flags_of_checkpoint(given)
+    agent = saved["flags"].get("agent", "polybeast")
+    # By name: the program that trained it knows its flags.
+    program = importlib.import_module(saved["flags"].get("command", ["monobeast"])[0])
+    p = program.program_parser(agent)
+    p.set_defaults(**own | {"agent": agent})
+    own = parse_args(p, [])
+    env = create(program.polybeast_env.create_env, own, flags.num_envs)
+    try:
+        step = first_step(env)
+    finally:
+        env.close()
+    agent = make_agent(own, env)
+    if isinstance(agent, Policies):
+        raise BadInput(f"{env.name} has several policies, expected one")
+    agent.net.eval().requires_grad_(False)
+    checkpoint.load_agent_state(agent, saved, where)
+    about = {
+        "env": own.env, "agent": own.agent, "step": saved["step"],
+        "observation_space": str(env.observation_space),
+        "action_space": str(env.action_space),
+    }  # fmt: skip
+    return agent, map_structure(torch.as_tensor, what_networks_read(step)), about
+
+
+@torch.no_grad()
+def export(flags):
+    """Writes the file. Returns the exit code."""
+    kind = flags.out.rpartition(".")[2]
+    if kind not in ("pt2", "onnx"):
+        raise BadInput(f"--out {flags.out}: expected a name that ends in .pt2 or .onnx")
+    agent, step, about = load(flags)
+    acting = Acting(agent).eval()
+    inputs = step, agent.initial_state(len(step["reward"]))
+    program = torch.export.export(acting, inputs, strict=False)
+    if kind == "onnx":
+        action, core_state = acting(*inputs)
+        inputs = dict(zip(("step", "core_state"), inputs))
+        outputs = {"action": action, "next_core_state": core_state}
+        write_onnx(program, inputs, outputs, about, flags.out)
+    else:
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer, extra_files={"about": json.dumps(about)})
+        write_atomically(pathlib.Path(flags.out), buffer.getbuffer())
+    print(f"{flags.out}: {json.dumps(about)}")
+    return 0
+
+
+def write_onnx(program, inputs, outputs, about, out):
+    """Writes a program as ONNX. Arrays are named by where they are in the nests of
+    inputs and outputs, such as step/observation and core_state/0."""
+    names = [[path for path, _ in leaves(nest)] for nest in (inputs, outputs)]
+    try:
+        model = torch.onnx.export(
+            program, input_names=names[0], output_names=names[1], verbose=False
+        )
+    except ImportError as e:
+        raise BadInput(f"--out {out}: {first_line(e, False)}") from e
+    model.model.metadata_props.update(map_structure(str, about))
+    model.save(out)
+
+
+def main(argv=None):
+    return run_command("export", lambda: export(parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
