@@ -6,7 +6,7 @@ subclass of Agent, which says what the network is, how it acts and what it learn
 
 from torch import nn
 
-from torchbeast import distributions, encoders, normalization, rollouts
+from torchbeast import distributions, encoders, normalization, replay_files, rollouts
 from torchbeast.checkpoint import load_weights
 from torchbeast.flags import fill_in, number
 from torchbeast.messages import BadInput
@@ -231,5 +231,5 @@ class Agent:
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])
         self.step, self.updates = state["step"], state["updates"]
-        if self.credit is not None:
-            self.credit.say_empty(self.step)
+        if self.credit is not None and self.step > 0:  # The run is resumed.
+            replay_files.resume(self.credit, self.flags)

@@ -41,6 +41,8 @@ class Policies:
         self.slices = dict(env.policies)
         self.num_agents, self.sizes = num_agents(env), policy_sizes(env)
         self.frozen = flags.freeze
+        if getattr(flags, "save_replay", False):
+            raise BadInput("--save_replay: expected an environment with one policy")
         for name in (*flags.policy_flags, *flags.freeze):
             check_policy(env, name)
         make = load_agent(flags.agent).Agent

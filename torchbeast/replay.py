@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from torchbeast import ranks, storage
+from torchbeast import ranks, replay_files, storage
 from torchbeast.flags import number
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
@@ -25,6 +25,8 @@ def add_size_flag(group, size):
     group.add_argument("--replay_size", type=number(int, 1, 10**12), default=size,
                        metavar="N", help="newest steps to keep, of each learner "
                        "(default: %(default)s)")
+    group.add_argument("--save_replay", action="store_true",
+                       help="write the replay beside each checkpoint, to resume with")
     # fmt: on
 
 
@@ -145,6 +147,7 @@ class Replay:
         self.size = 0  # Rollouts that are there.
         self.added = 0  # Rollouts that ever were.
         self._tree = self._added_at = self._store = None
+        self.saved = None  # (path, header) of a file that the first add() reads.
 
     def add(self, rollouts):
         """Takes copies of rollouts [L, B, ...]. Returns the numbers of their samples,
@@ -152,12 +155,7 @@ class Replay:
 
         Raises BadInput if there is not memory enough for a full ring."""
         if self._store is None:
-            num, num_items = self.num_rollouts, self.num_rollouts * self.num_starts
-            self._store = storage.Store(
-                rollouts, num, 8 * num + SumTree.nbytes(num_items)
-            )
-            self._tree = SumTree(num_items)
-            self._added_at = np.zeros(num, np.int64)
+            self._begin(rollouts)
         B = rollouts["done"].shape[1]
         slots = (self.added + np.arange(B)) % self.num_rollouts
         wraps = self.num_rollouts - slots[0]  # So many go to the end of the ring.
@@ -173,6 +171,57 @@ class Replay:
         items = slots * self.num_starts + np.arange(self.num_starts)[:, None]
         self._tree[items.reshape(-1)] = 0  # Not the priorities of those before them.
         return items
+
+    def _begin(self, rollouts):
+        """Takes the memory, and what a file has, if there is one."""
+        num, num_items = self.num_rollouts, self.num_rollouts * self.num_starts
+        (path, header), self.saved = self.saved or (None, {}), None
+        num_bytes = 8 * num + SumTree.nbytes(num_items)
+        names = header.get("arrays", {})
+        self._store = storage.Store(rollouts, num, num_bytes, names)
+        self._tree = SumTree(num_items)
+        self._added_at = np.zeros(num, np.int64)
+        if path is None:
+            return
+        try:
+            counters = header["counters"]
+            if counters["num_rollouts"] != num:
+                what = f"it is of {counters['num_rollouts']} rollouts, expected {num}"
+                raise ValueError(what)
+            self.size = counters["size"]
+            self._read(path, header)
+            self.added = counters["added"]
+        except (OSError, ValueError, KeyError, IndexError) as e:
+            log.warning("%s is of another replay, which begins empty: %s", path, e)
+            self.size, self._tree = 0, SumTree(num_items)
+
+    def _read(self, path, header):
+        arrays = self.arrays()
+        for name, x in arrays.items():
+            given = header["arrays"].get(name, "nothing")
+            if "/whole" in name:
+                arrays[name] = None
+            elif given != [x.dtype.str, list(x.shape)]:
+                expected = [x.dtype.str, list(x.shape)]
+                raise ValueError(f"{name} is {given}, expected {expected}")
+        arrays = replay_files.read(path, header, arrays)
+        self._store.take_beside(arrays)
+        self._tree[np.arange(len(arrays["priorities"]))] = arrays["priorities"]
+
+    def counters(self):
+        """Returns the numbers that a file has."""
+        return {k: vars(self)[k] for k in ("num_rollouts", "size", "added")}
+
+    def arrays(self):
+        """Returns {name: array} of all that is in the ring."""
+        if self._store is None:
+            return {}
+        num_items = self.size * self.num_starts
+        return {
+            "priorities": self._tree[np.arange(num_items)].copy(),
+            "added_at": self._added_at[: self.size],
+            **self._store.arrays(self.size),
+        }
 
     def set_priorities(self, items, priorities):
         """items: any shape; priorities: the same, >= 0; 0 is never drawn."""
@@ -266,10 +315,17 @@ class Credit:
                 ranks.current.sum(padding)
             self.learned -= int(padding)
 
-    def say_empty(self, step):
-        if step > 0:  # The run is resumed.
+    def counters(self):
+        """Returns the numbers that a file has."""
+        return dict(new=self.new, learned=self.learned, num_before=self.num_before)
+
+    def resume(self, header):
+        """Goes on with what the header of a file says, None without one."""
+        if header is None:
             what = "the replay is empty: learning goes on after %d new steps"
             log.info(what, self.num_before)
+        else:
+            vars(self).update({k: header["counters"][k] for k in self.counters()})
 
     @property
     def measured(self):
@@ -303,6 +359,9 @@ class Mixer:
         size, age = self.ring.size * T, self.ring.age(items) * T
         return mixed, {"replay_size": size, "replay_age": age}
 
-    def say_empty(self, step):
-        if step > 0:
+    def counters(self):
+        return {}
+
+    def resume(self, header):
+        if header is None:
             log.info("the replay is empty: at first it has new rollouts alone")

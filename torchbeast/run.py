@@ -24,7 +24,16 @@ import re
 import time
 from collections import deque
 
-from torchbeast import checkpoint, files, machine, ranks, seeds, stages, torchrun
+from torchbeast import (
+    checkpoint,
+    files,
+    machine,
+    ranks,
+    replay_files,
+    seeds,
+    stages,
+    torchrun,
+)
 from torchbeast.display import Display
 from torchbeast.environment import NAME
 from torchbeast.flags import UNCOMPARED, command_line, words_of
@@ -325,7 +334,13 @@ class Run:
             self._write_row()
         else:
             self._put_together()
-        if self.flags.disable_checkpoint or ranks.current.rank > 0:
+        if self.flags.disable_checkpoint:
+            return
+        if replay_files.is_saved(agent):
+            with self.disk_errors():
+                replay_files.save(self.path, agent.credit)
+        if ranks.current.rank > 0:
+            replay_files.replace(self.path)
             return
         saved = self._state(agent)
         mean = sum(self.returns) / max(1, len(self.returns))
@@ -338,6 +353,7 @@ class Run:
             if best:
                 checkpoint.write(self.path / "best.tar", saved)
             checkpoint.write(self.checkpoint_path, saved)
+            replay_files.replace(self.path)
         self._best = saved["best"]
         self._saved_at, self._saved_step = time.monotonic(), self.step
 

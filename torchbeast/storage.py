@@ -16,10 +16,19 @@ from torchbeast.nests import leaves, map_structure
 
 
 class Store:
-    """A _Tensor or _Frames for each tensor of a rollout."""
+    """A _Tensor or _Frames for each tensor of a rollout. names: of a saved Store's
+    arrays, whose kinds are taken."""
 
-    def __init__(self, rollouts, num, num_bytes):
-        kinds = map_structure(_kind, rollouts)
+    def __init__(self, rollouts, num, num_bytes, names=()):
+        paths = iter([path for path, _ in leaves(rollouts)])
+
+        def kind_of(x):
+            path = next(paths)
+            if f"{path}/data" in names:
+                return _Frames if f"{path}/begins" in names else _Tensor
+            return _kind(x)
+
+        kinds = map_structure(kind_of, rollouts)
         needed = num_bytes + num * sum(
             kind.nbytes(x) for (_, kind), (_, x) in zip(leaves(kinds), leaves(rollouts))
         )
@@ -44,6 +53,19 @@ class Store:
                 f"take {beside:,} bytes of memory, {self._left:,} were left for them: "
                 "use a smaller size"
             )
+
+    def arrays(self, size):
+        """Returns {name: array} of the first `size` slots."""
+        return {
+            f"{path}/{name}": x
+            for path, tensor in leaves(self._tensors)
+            for name, x in tensor.arrays(size).items()
+        }
+
+    def take_beside(self, arrays):
+        """Takes what is kept beside out of arrays() that were read."""
+        for path, tensor in leaves(self._tensors):
+            tensor.take_beside({k: arrays[f"{path}/{k}"] for k in tensor.arrays(0)})
 
     def read(self, slots, starts, num_steps, device):
         length = len(self._tensors["done"])
@@ -82,6 +104,12 @@ class _Tensor:
 
     def __len__(self):
         return self._length
+
+    def arrays(self, size):
+        return {"data": self._data[:size].numpy()}
+
+    def take_beside(self, arrays):
+        pass
 
     def write(self, slots, x, real):
         """Takes x [L, B, ...] into these slots. real: [L, B] bool, no padding."""
@@ -148,6 +176,21 @@ class _Frames(_Tensor):
             x = x.view(torch.int64)  # Fewer numbers to compare.
         begins = (x[:, :, :-1] == 0).flatten(2).all(2)
         return begins, (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(2)
+
+    def arrays(self, size):
+        whole = [(s, t) for s, stacks in self._whole.items() for t in stacks]
+        stacks = [self._whole[s][t].numpy() for s, t in whole]
+        return {
+            **super().arrays(size),
+            "begins": self._begins[:size].numpy(),
+            "whole_at": np.array(whole, np.int64).reshape(-1, 2),
+            "whole": np.array(stacks, np.uint8),
+        }
+
+    def take_beside(self, arrays):
+        for (slot, t), stack in zip(arrays["whole_at"].tolist(), arrays["whole"]):
+            self._whole.setdefault(slot, {})[t] = torch.from_numpy(stack)
+        self._num_whole = len(arrays["whole"])
 
     def write(self, slots, x, real):
         begins, moved_on = self._compare(x)

@@ -1,0 +1,123 @@
+"""--save_replay: a run that is resumed goes on with what it had seen."""
+
+import argparse
+import errno
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests import envs
+from tests.programs import main, read_logs
+from tests.test_replay import B, Stacked, assert_same, one_by_one, rollouts_of, whole
+from torchbeast import replay, replay_files
+
+
+def go_on(credit, directory):
+    flags = argparse.Namespace(
+        savedir=str(directory.parent), xpid=directory.name, save_replay=True
+    )
+    replay_files.resume(credit, flags)
+
+
+def write(ring, directory):
+    """Writes a ring. Returns its Credit."""
+    credit = replay.Credit(ring, 8.0, 100)
+    credit.new, credit.learned, credit.num_before = 7, 70, -3
+    replay_files.save(directory, credit)
+    assert not replay_files.path_in(directory).exists()
+    replay_files.replace(directory)
+    return credit
+
+
+@pytest.mark.parametrize("make_env", [envs.Catch, Stacked])
+@pytest.mark.parametrize("make", [whole, one_by_one])
+@pytest.mark.parametrize("num", [2, 5], ids=["half-full", "wrapped"])
+def test_a_ring_that_is_read_is_the_one_that_was_written(make_env, make, num, tmp_path):
+    args = (4 * B,) if make is whole else (4 * B, 3)
+    ring, again = make(*args), make(*args)
+    *before, last = rollouts_of(make_env, num + 1)
+    for batch in before:
+        items = ring.add(batch)
+        ring.set_priorities(items, np.random.default_rng(0).random(items.shape))
+    credit, other = write(ring, tmp_path), replay.Credit(again, 8.0, 100)
+    go_on(other, tmp_path)
+    assert other.counters() == credit.counters()
+    items = ring.add(last)
+    assert again.add(last).tolist() == items.tolist()
+    for x in (ring, again):
+        x.set_priorities(items, np.full(items.shape, 2.0))
+    assert (again.size, again.added) == (ring.size, ring.added)
+    everything = np.arange(ring.size * ring.num_starts)
+    assert_same(again.read(everything), ring.read(everything))
+    for x in (ring, again):
+        torch.manual_seed(0)
+        x.drawn = x.sample(64, 0.5)
+    assert again.drawn[1].tolist() == ring.drawn[1].tolist()
+    assert_same(again.drawn[0], ring.drawn[0])
+    assert again.age(everything) == ring.age(everything)
+
+
+def test_a_ring_of_another_size_begins_empty_and_says_why(tmp_path, capsys):
+    ring, again = whole(4 * B), whole(2 * B)
+    first, last = rollouts_of(envs.Catch, 2)
+    ring.set_priorities(ring.add(first), np.ones((1, B)))
+    write(ring, tmp_path)
+    go_on(replay.Credit(again, 8.0, 100), tmp_path)
+    again.add(last)
+    assert again.size == B and "which begins empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cut", [10, -10])
+def test_a_damaged_file_is_one_line_and_the_ring_begins_empty(cut, tmp_path, capsys):
+    first, last = rollouts_of(envs.Catch, 2)
+    ring, again = whole(4 * B), whole(4 * B)
+    ring.set_priorities(ring.add(first), np.ones((1, B)))
+    write(ring, tmp_path)
+    path = replay_files.path_in(tmp_path)
+    path.write_bytes(path.read_bytes()[:cut])
+    go_on(replay.Credit(again, 8.0, 0), tmp_path)
+    again.add(last)
+    assert again.size == B and not again.drawable
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "replay.bin is" in line
+
+
+def run(path, steps, *args):
+    args = ("--num_actors", 0, "--savedir", path, "--xpid", "x", "--seed", 1, *args)
+    args += ("--agent", "r2d2", "--env", "CartPole-v1", "--replay_start", 100)
+    return main(*args, "--total_steps", steps, "--log_interval_steps", 1)
+
+
+def test_the_same_command_goes_on_with_the_replay(tmp_path):
+    assert run(tmp_path, 1500, "--save_replay").returncode == 0
+    result = run(tmp_path, 3000, "--save_replay")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"resuming .*replay.bin: \d+ rollouts", result.stderr)
+    assert re.search(r"saving the replay: .*, [\d,]+ bytes", result.stderr)
+    assert "the replay is empty" not in result.stderr
+    rows = read_logs(tmp_path / "x")
+    sizes = [float(row["replay_size"]) for row in rows]
+    assert sizes == sorted(sizes) and sizes[-1] > 2000
+    ratios = [float(row["replay_ratio"]) for row in rows]
+    assert 7 < ratios[-1] <= 8
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_files_of_before(tmp_path, monkeypatch):
+    assert run(tmp_path, 600, "--save_replay").returncode == 0
+    before = replay_files.path_in(tmp_path / "x").read_bytes()
+    fsync = os.fsync
+
+    def full(file):
+        if "replay" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return fsync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = run(tmp_path, 1200, "--save_replay")
+    assert result.returncode == 1
+    assert "No space left on device; the last checkpoint is" in result.stderr
+    assert replay_files.path_in(tmp_path / "x").read_bytes() == before
+    assert not list((tmp_path / "x").glob("*.tmp"))
