@@ -38,9 +38,8 @@ from torchbeast.actors import (
 from torchbeast.calls import create, tell_slow
 from torchbeast.encoders import summary
 from torchbeast.environment import probe
-from torchbeast.flags import Parser, agent_parser, run_parser
+from torchbeast.flags import Parser, agent_parser, run_parser, synchronous
 from torchbeast.learner import Learner
-from torchbeast.machine import share_of_cores
 from torchbeast.messages import log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
@@ -200,11 +199,15 @@ def learning(full_queue, buffers, actors, learner, batch_lock, update_lock, stop
                     return
                 items.append(item)
         batch = make_batch(buffers, items, learner.device, learner.flags.unroll_length)
-        actors.free(index for index, _ in items)
+        indices = [index for index, _ in items]
+        if not synchronous(learner.flags):
+            actors.free(indices)
         with update_lock:
             if learner.finished or stop.is_set():
                 return
             learner.update(*batch)
+        if synchronous(learner.flags):  # The next rollouts begin with new weights.
+            actors.free(indices)
 
 
 # Training.
@@ -307,8 +310,8 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
 
     threads.add("actors", actors.run)
     # With the shallow network on Atari, learning takes about 0.3 of the time of a CPU;
-    # the actors get the rest.
-    num_cores = share_of_cores(0.3, flags.num_learner_threads)
+    # the actors get the rest, unless they wait for it.
+    num_cores = devices.num_update_cores(0.3, learner.agent, flags)
     for i in range(flags.num_learner_threads):
         threads.add(f"learner-{i}", learn, num_cores)
     signals.on_second = actors.kill

@@ -59,11 +59,11 @@ DEFAULTS = dict(
     separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, ratio_clipping=0.0,
     num_epochs=1, learning_rate=1e-3, entropy_cost=0.01,
 )  # fmt: skip
-# A2C with the constants of openai/baselines. V-trace is A2C where acting waits for
-# learning, as in MonoBeast with --num_actors 0, but not in PolyBeast.
+# A2C with the constants of openai/baselines: V-trace is A2C where acting waits for
+# learning.
 PRESETS = {
-    "a2c": DEFAULTS | dict(
-        num_actors=0, envs_per_actor=16, batch_size=16, num_envs=16, unroll_length=5,
+    "a2c": DEFAULTS | {"async": False} | dict(
+        batch_size=16, num_envs=16, unroll_length=5,
         learning_rate=7e-4, baseline_cost=1.0, loss_reduction="mean",
         grad_norm_clipping=0.5, net="nature",
     ),
@@ -92,6 +92,7 @@ def parser():
     g.add_argument("--ratio_clipping", type=number(float, 0), metavar="X",
                    help="have no action's probability change by more than this part of "
                    "it, as in PPO; 0: do not limit the change")
+    agents.add_async_flag(g, True)
 
     g = p.add_argument_group("optimizer (RMSProp)")
     add_rmsprop_flags(g)
@@ -406,7 +407,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
     threads.add("actors", lambda: streams.run(actors))
     for i in range(flags.num_inference_threads):
         threads.add(f"inference-{i}", infer)
-    num_cores = devices.num_learner_cores(learner.agent.net, flags)
+    num_cores = devices.num_learner_cores(learner.agent, flags)
     for i in range(flags.num_learner_threads):
         threads.add(f"learner-{i}", learn, num_cores)
     watched = streams.Streams(actors, flags, env.name, servers)

@@ -7,14 +7,20 @@
 Read it top to bottom: flags, Net, Agent. What it does not define is in
 torchbeast/agents.py.
 
-Each batch is learned from several times, in minibatches. A ratio is that of the policy
-that learns to the one that acted, whose parameters are in the rollout: it is right
-however old the rollout. --vtrace corrects its advantages, too (arXiv 1802.01561).
+Each batch is learned from several times, in minibatches, and each update is waited for
+before acting goes on. With --async it is not, and rollouts are of older policies, for
+which the objective is decoupled (Hilton et al., "Batch size-invariance for policy
+optimization", arXiv 2110.00641): the ratio that is clipped is to the policy at the
+start of the update; the ratio of that one to the policy that acted, whose parameters
+are in the rollout, is an importance weight, of V-trace's advantages as well (arXiv
+1802.01561). Without --async both are the same policy: weights are 1, advantages are
+GAE's, and the objective is PPO's.
 
 T is the unroll length, B the batch size, P the number of parameters of a distribution.
 """
 
 import argparse
+import math
 
 import torch
 from torch import nn
@@ -34,7 +40,6 @@ PRESETS = {
     "atari": dict(
         unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
         learning_rate=2.5e-4, clipping=0.1, entropy_cost=0.01, net="nature",
-        num_actors=1, envs_per_actor=8, num_servers=1, envs_per_server=8,
     ),
     "mujoco": dict(
         unroll_length=2048, batch_size=1, num_minibatches=32, num_epochs=10,
@@ -43,6 +48,8 @@ PRESETS = {
         num_actors=0, envs_per_actor=1, num_servers=1, envs_per_server=1,
     ),
 }  # fmt: skip
+
+MAX_WEIGHT = 100  # Of one step, where rollouts are old.
 
 
 def parser():
@@ -62,8 +69,7 @@ def parser():
     agents.add_actor_critic_flags(g)
     g.add_argument("--gae_lambda", type=number(float, 0, 1), default=0.95,
                    metavar="LAMBDA", help="of the advantages (default: %(default)s)")
-    g.add_argument("--vtrace", action="store_true",
-                   help="correct advantages and values for the age of rollouts")
+    agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (Adam)")
     minibatches.add_flags(g, 4, 16)
@@ -127,8 +133,9 @@ class Agent(agents.Agent):
         """Makes num_epochs * num_minibatches gradient steps on one batch [T + 1, B,
         ...]. Returns the means of what is logged.
 
-        kl is an estimate of KL(policy that acted || policy), clip_fraction how many
-        ratios are clipped, explained_variance what the values explain of the returns'.
+        kl is an estimate of KL(policy at the start of the update || policy),
+        clip_fraction how many ratios are clipped, explained_variance what the values
+        explain of the returns'.
         """
         learning_rate = self.flags.learning_rate * self.fraction_left()
         self.set_learning_rate(learning_rate)
@@ -147,20 +154,19 @@ class Agent(agents.Agent):
         """Returns (what minibatches are made of, what is logged of it): the batch's
         steps [T, B, ...], on which actions were taken, with
 
-            behavior_log_prob, value, target, advantage  [T, B], of these actions
+            log_prob, value, target, advantage  [T, B], of these actions, by the network
+                  at the start of the update
+            weight  [T, B], its probability of the action over that of who acted
             real  [T, B] bool, the step was not the last of an episode
         """
         outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
-        log_prob = self.distribution.log_prob
-        behavior_log_prob = log_prob(batch["policy_logits"], batch["action"])
-        log_rhos = torch.zeros_like(behavior_log_prob)
-        if self.flags.vtrace:
-            current = log_prob(outputs["policy_logits"][:-1], batch["action"])
-            log_rhos = current - behavior_log_prob
+        actions, log_prob_of = batch["action"], self.distribution.log_prob
+        log_prob = log_prob_of(outputs["policy_logits"][:-1], actions)
+        log_rhos = log_prob - log_prob_of(batch["policy_logits"], actions)
         value, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
         rewards, real = self.rewards(batch), ~batch["done"][1:]
         discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
-        # With all rhos 1, V-trace's target less the value is GAE's advantage.
+        # V-trace's advantage is GAE's where all rhos are 1.
         target = vtrace.from_importance_weights(
             log_rhos, discounts, rewards, value, bootstrap_value, real,
             lambda_=self.flags.gae_lambda,
@@ -180,7 +186,8 @@ class Agent(agents.Agent):
         data = minibatches.prepare(
             batch,
             core_state,
-            behavior_log_prob=behavior_log_prob,
+            log_prob=log_prob,
+            weight=log_rhos.clamp(max=math.log(MAX_WEIGHT)).exp(),
             value=value,
             target=target,
             advantage=torch.where(real, advantage, 0),
@@ -213,10 +220,11 @@ class Agent(agents.Agent):
 
         logits, value = outputs["policy_logits"], outputs["baseline"]
         log_ratio = self.distribution.log_prob(logits, part["action"])
-        log_ratio = log_ratio - part["behavior_log_prob"]
+        log_ratio = log_ratio - part["log_prob"]
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - flags.clipping, 1 + flags.clipping)
-        pg_loss = -mean(torch.min(ratio * advantage, clipped * advantage))
+        gain = torch.min(ratio * advantage, clipped * advantage)
+        pg_loss = -mean(part["weight"] * gain)
         error = (value - part["target"]).square()
         if flags.value_clipping:
             change = (value - part["value"]).clamp(-flags.clipping, flags.clipping)

@@ -88,7 +88,7 @@ class Cut(envs.Memory):
         return observation, reward, terminated, cut and not terminated, info
 
 
-@pytest.mark.parametrize("args", [[], ["--vtrace"], ["--use_lstm"]])
+@pytest.mark.parametrize("args", [[], ["--use_lstm"]])
 def test_advantages_and_targets_are_those_of_the_definition(args):
     agent, batch = collect(*args, env=Cut)
     assert batch["truncated"][1:].any() and batch["terminated"][1:].any()
@@ -103,19 +103,38 @@ def test_advantages_and_targets_are_those_of_the_definition(args):
     assert torch.equal(data["real"].reshape(T, B), real)
 
 
-def test_with_vtrace_old_rollouts_are_corrected_and_without_they_are_not():
-    for args, differs in (([], False), (["--vtrace"], True)):
-        agent, batch = collect(*args)
-        before, _ = agent.prepare(batch)
-        batch["policy_logits"] = batch["policy_logits"].flip(-1)  # Another one acted.
-        after, _ = agent.prepare(batch)
-        assert torch.equal(before["target"], after["target"]) != differs
+def test_of_old_rollouts_the_values_are_those_of_the_policy_that_learns():
+    agent, batch = collect()
+    before, _ = agent.prepare(batch)
+    batch["policy_logits"] = batch["policy_logits"].flip(-1)  # Another one acted.
+    after, _ = agent.prepare(batch)
+    assert not torch.allclose(before["target"], after["target"])
 
 
-def test_the_ratio_is_that_to_the_policy_that_acted():
-    """Its gradient is checked against differences after the policy has changed: a ratio
-    to the policy itself would be 1 and never clipped."""
+def test_a_weight_is_the_start_of_the_updates_probability_over_that_of_who_acted():
+    agent, batch = collect()
+    acted = torch.tensor([[0.2, 0.8]]).log()
+    batch["policy_logits"][:] = acted  # Another one.
+    data, _ = agent.prepare(batch)
+    outputs, _ = agent.net(data, data["core_state"])
+    start = torch.softmax(outputs["policy_logits"][0], -1)
+    for i, action in enumerate(batch["action"].flatten().tolist()):
+        expected = start[i, action] / (0.2, 0.8)[action]
+        torch.testing.assert_close(data["weight"][0, i], expected)
+    batch["policy_logits"][..., 0], batch["policy_logits"][..., 1] = -50, 50
+    data, _ = agent.prepare(batch)
+    zeros = batch["action"].flatten() == 0
+    assert data["weight"][0, zeros].allclose(torch.tensor(float(ppo.MAX_WEIGHT)))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_loss_clips_around_the_start_of_the_update_and_weights_who_acted(old):
+    """Its gradient is checked after the policy has changed: a ratio to the policy
+    itself would be 1 and never clipped. Where no rollout is old, it is PPO's."""
     agent, batch = collect("--entropy_cost", 0, "--baseline_cost", 0)
+    start = batch["policy_logits"].clone()
+    if old:
+        batch["policy_logits"] += torch.randn_like(start)
     data, _ = agent.prepare(batch)
     with torch.no_grad():
         for parameter in agent.net.parameters():
@@ -124,16 +143,18 @@ def test_the_ratio_is_that_to_the_policy_that_acted():
     loss, statistics = agent.loss(data, outputs)
 
     acted = torch.log_softmax(batch["policy_logits"], -1).flatten(0, 1)
+    start = torch.log_softmax(start, -1).flatten(0, 1)
     now = torch.log_softmax(outputs["policy_logits"][0], -1)
     chosen = batch["action"].reshape(-1, 1)
     expected, num, num_clipped = 0.0, 0, 0
     for i in range(T * B):
         if not data["real"][0, i]:
             continue
-        ratio = (now[i, chosen[i]] - acted[i, chosen[i]]).exp().squeeze()
-        advantage = data["advantage"][0, i]
+        pi, prox, beta = (x[i, chosen[i]].exp().squeeze() for x in (now, start, acted))
+        advantage, ratio = data["advantage"][0, i], pi / prox
         clipped = ratio.clamp(0.8, 1.2)
-        expected = expected - torch.min(ratio * advantage, clipped * advantage)
+        gain = torch.min(pi / beta * advantage, clipped * prox / beta * advantage)
+        expected = expected - gain
         num_clipped += int(ratio != clipped)
         num += 1
     expected = expected / num

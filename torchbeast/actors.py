@@ -21,9 +21,8 @@ from multiprocessing import resource_tracker
 import torch
 import torch.multiprocessing as mp
 
-from torchbeast import calls, devices, ranks, seeds
-from torchbeast.flags import number
-from torchbeast.machine import num_cores
+from torchbeast import calls, devices, ranks, rollouts, seeds
+from torchbeast.flags import number, synchronous
 from torchbeast.messages import BadInput, Repeated, Stop, first_line, log, setup_logging
 from torchbeast.nests import leaves, map_structure
 from torchbeast.process import (
@@ -62,18 +61,36 @@ def actor_parser() -> argparse.ArgumentParser:
 
 def set_defaults(flags):
     """Fills in the flags whose defaults depend on the machine or on other flags."""
-    if flags.num_actors is None:
-        flags.num_actors = num_cores()
-    if flags.envs_per_actor is None:
-        flags.envs_per_actor = max(1, 32 // max(1, flags.num_actors))
+    flags.num_actors, flags.envs_per_actor = rollouts.spread(
+        flags, flags.num_actors, flags.envs_per_actor
+    )
     devices.set_defaults(flags)
 
 
 def set_num_buffers(flags, num_agents):
     """Fills in --num_buffers, or raises BadInput if it is too small. num_agents: of one
-    environment."""
-    in_actors = max(1, flags.num_actors) * flags.envs_per_actor * num_agents
+    environment. Where acting waits for updates, there are buffers for one batch."""
+    in_actor = flags.envs_per_actor * num_agents
     batch_size = ranks.current.share(flags.batch_size)
+    if synchronous(flags):
+        if batch_size % in_actor > 0:
+            raise BadInput(
+                f"--batch_size: {batch_size} rollouts are no multiple of {in_actor}, "
+                f"which an actor begins together (--envs_per_actor "
+                f"{flags.envs_per_actor}): use a multiple, or --async"
+            )
+        if flags.num_buffers not in (None, batch_size):
+            raise BadInput(
+                f"--num_buffers {flags.num_buffers}: acting waits for each update, "
+                f"which takes {batch_size}: leave the flag out, or use --async"
+            )
+        most = batch_size // in_actor
+        if flags.num_actors > most:
+            log.info(f"{most} actors fill a batch: --num_actors {most} are started")
+            flags.num_actors = most
+        flags.num_buffers = batch_size
+        return
+    in_actors = max(1, flags.num_actors) * in_actor
     if flags.num_buffers is None:
         flags.num_buffers = in_actors + 2 * batch_size
     if flags.num_buffers < in_actors + batch_size:

@@ -55,6 +55,14 @@ def add_actor_critic_flags(group):
     normalization.add_reward_flag(group)
 
 
+def add_async_flag(group, default):
+    """Adds the flag with which a program decides whether acting waits for updates."""
+    group.add_argument("--async", action=argparse.BooleanOptionalAction,
+                       default=default, help="act on while the learner updates; "
+                       "--no-async: wait for each update, so that rollouts are always "
+                       "of the policy that learns from them")  # fmt: skip
+
+
 class Agent:
     """What a program needs of an agent. Everything is time-major: [T, B, ...].
 

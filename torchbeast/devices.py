@@ -8,6 +8,7 @@ import torch
 
 from torchbeast import ranks
 from torchbeast.encoders import ResidualBlock
+from torchbeast.flags import synchronous
 from torchbeast.images import has_images
 from torchbeast.machine import share_of_cores
 from torchbeast.messages import BadInput
@@ -58,12 +59,21 @@ def choose_precision(flags, space):
         flags.precision = "bfloat16" if everywhere and compared else "float32"
 
 
-def num_learner_cores(net, flags):
+def num_learner_cores(agent, flags):
     """The number of cores for one update of PolyBeast on a CPU: about an update's share
     of all that a step costs, with Atari's environments. (With more, runs of the shallow
     network were slower by a third.)"""
-    deep = any(isinstance(m, ResidualBlock) for m in net.modules())
-    return share_of_cores(0.75 if deep else 0.45, flags.num_learner_threads)
+    deep = any(isinstance(m, ResidualBlock) for m in agent.net.modules())
+    return num_update_cores(0.75 if deep else 0.45, agent, flags)
+
+
+def num_update_cores(share, agent, flags):
+    """The number of cores for one update: all of them where acting waits for it and it
+    learns from images, else a share. (With numbers, a second thread made PPO's update
+    20 times as slow, on 2 cores beside other work.)"""
+    if synchronous(flags) and has_images(agent.observation_space):
+        share = 1
+    return share_of_cores(share, flags.num_learner_threads)
 
 
 @functools.cache

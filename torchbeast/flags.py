@@ -157,6 +157,12 @@ def fill_in(flags, defaults):
         vars(flags).update(chosen, chosen=chosen)
 
 
+def synchronous(flags):
+    """Tells whether acting waits for each update, so that no rollout is of an older
+    policy than the one that learns. Agents that want this have a flag --async."""
+    return not vars(flags).get("async", True)
+
+
 def words_of(flags):
     """Returns flags {name or policy.name: value} as words of a command line."""
     words = []

@@ -23,7 +23,8 @@ import math
 import numpy as np
 import torch
 
-from torchbeast import machine
+from torchbeast import machine, ranks
+from torchbeast.flags import synchronous
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 
@@ -42,6 +43,23 @@ def burn_in(agent):
     return getattr(agent, "burn_in", 0)
 
 
+def spread(flags, num, num_envs):
+    """Returns (the number of actors or servers, the environments of each), by default
+    one for each core, and 32 environments in all. Where acting waits for updates, a
+    batch has the same number of rollouts of each environment if that can be."""
+    sync, batch_size = synchronous(flags), ranks.current.share(flags.batch_size)
+
+    def divisor(n, most):
+        return max(d for d in range(1, most + 1) if n % d == 0 or not sync)
+
+    if num is None:
+        num = divisor(batch_size, machine.num_cores())
+    if num_envs is None:
+        of_each = batch_size // math.gcd(batch_size, max(1, num))
+        num_envs = divisor(of_each, max(1, 32 // max(1, num)))
+    return num, num_envs
+
+
 def specs(agent, step, flags):
     """Finds what one rollout holds by one call of act(): a nest of tensors without
     data. Their first dimension is time, except for core_state's.
@@ -57,6 +75,11 @@ def specs(agent, step, flags):
     if flags.one_episode_rollouts and burn_in(agent) > 0:
         raise BadInput(
             "--one_episode_rollouts leaves no steps to burn in on: expected --burn_in 0"
+        )
+    if flags.one_episode_rollouts and synchronous(flags):
+        raise BadInput(
+            "--one_episode_rollouts: rollouts that are not full hold up a batch that "
+            "acting waits for: use --async"
         )
     T, E = burn_in(agent) + flags.unroll_length, len(step["reward"])
     initial = agent.initial_state(E)

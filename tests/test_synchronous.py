@@ -1,0 +1,101 @@
+"""Without --async, acting waits for each update: no rollout is old."""
+
+import os
+import signal
+
+import pytest
+
+import monobeast
+from tests.programs import Program, main, read_logs, refusal, wait_for_steps
+from torchbeast import machine
+from torchbeast.flags import parse_args
+
+PPO = ["--agent", "ppo", "--num_minibatches", 2, "--num_epochs", 1]
+SMALL = ["--env", "CartPole-v1", "--batch_size", 8, "--unroll_length", 5,
+         "--log_interval_steps", 40, "--xpid", "x"]  # fmt: skip
+TWO = {
+    "monobeast": ["--num_actors", 2, "--envs_per_actor"],
+}
+
+
+def lags(savedir):
+    return {float(row["policy_lag"]) for row in read_logs(savedir / "x")}
+
+
+@pytest.mark.parametrize(
+    "args", [[1, *PPO], [4, "--no-async"]], ids=["ppo", "impala"]
+)  # Environments of each: four of their rollouts are in a batch, or one.
+@pytest.mark.parametrize("module", TWO)
+def test_the_policy_that_learns_has_acted(tmp_path, module, args):
+    args = [*SMALL, *TWO[module], *args, "--savedir", tmp_path]
+    result = main(*args, "--total_steps", 1200, module=module)
+    assert result.returncode == 0, result.stderr
+    rows = read_logs(tmp_path / "x")
+    assert len(rows) == 30 and lags(tmp_path) == {0}
+
+
+def test_with_async_rollouts_are_older(tmp_path):
+    args = [*SMALL, *TWO["monobeast"], 4, *PPO, "--async", "--savedir", tmp_path]
+    result = main(*args, "--total_steps", 1200)
+    assert result.returncode == 0, result.stderr
+    assert max(lags(tmp_path)) > 0
+
+
+@pytest.mark.survives("actor-killed")
+def test_a_killed_actor_holds_no_batch_up(tmp_path):
+    args = [*SMALL, *TWO["monobeast"], 1, *PPO, "--savedir", tmp_path]
+    with Program(*args, "--total_steps", 10**8) as program:
+        for _ in range(3):
+            wait_for_steps(tmp_path, 400)
+            os.kill(program.workers()[0], signal.SIGKILL)
+            program.wait_for("is restarted")
+        wait_for_steps(tmp_path, 400)
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
+    assert lags(tmp_path) == {0}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--envs_per_actor", 5], ["--batch_size", "8", "5", "--async"]),
+        (["--envs_per_actor", 16], ["--batch_size", "8", "16", "--async"]),
+        (["--num_buffers", 32], ["--num_buffers 32", "8", "--async"]),
+        (["--one_episode_rollouts"], ["--one_episode_rollouts", "--async"]),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(tmp_path, args, words):
+    line = refusal(*SMALL, *PPO, *args, "--savedir", tmp_path)
+    assert all(word in line for word in words), line
+
+
+def test_actors_that_no_batch_has_rollouts_for_are_not_started(tmp_path):
+    flags = [*SMALL, *PPO, "--num_actors", 3, "--envs_per_actor", 4]
+    result = main(*flags, "--total_steps", 40, "--savedir", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "2 actors fill a batch" in result.stderr
+    assert "2 actors of 4 environments" in result.stderr
+
+
+@pytest.mark.parametrize("num_actors", [None, 0, 3])
+@pytest.mark.parametrize("batch_size", [1, 7, 8, 32, 48, 1000])
+def test_by_default_a_batch_has_rollouts_of_all_environments(
+    monkeypatch, batch_size, num_actors
+):
+    args = ["--batch_size", str(batch_size)]
+    if num_actors is not None:
+        args += ["--num_actors", str(num_actors)]
+    for num_cores in 1, 2, 3, 12, 64:
+        monkeypatch.setattr(machine, "_num_cores", num_cores)
+        flags = parse_args(monobeast.program_parser("ppo"), args)
+        monobeast.set_defaults(flags)
+        assert batch_size % flags.envs_per_actor == 0
+        assert flags.num_actors <= max(num_cores, num_actors or 0)
+        assert flags.envs_per_actor <= max(1, 32 // max(1, flags.num_actors))
+        if num_actors is None:
+            assert batch_size % (flags.num_actors * flags.envs_per_actor) == 0
+        flags = parse_args(monobeast.program_parser(), args)  # IMPALA.
+        monobeast.set_defaults(flags)
+        expected = num_cores if num_actors is None else num_actors
+        assert flags.num_actors == expected
+        assert flags.envs_per_actor == max(1, 32 // max(1, expected))
