@@ -33,7 +33,14 @@ from torchbeast import agents, devices, distributions, ranks, replay, rollouts, 
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import add_numbers_flags, initialize, summary
 from torchbeast.environment import probe
-from torchbeast.flags import Parser, agent_parser, by_environment, number, run_parser
+from torchbeast.flags import (
+    Parser,
+    agent_parser,
+    by_environment,
+    number,
+    run_parser,
+    synchronous,
+)
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
@@ -304,7 +311,7 @@ def inference(batcher, agent, weights, device):
         batch.set_outputs((outputs, core_state))
 
 
-def learning(queue, learner, lock, stop):
+def learning(queue, actors, learner, lock, stop):
     """Learns from batches of the queue until the last step, or until it is closed."""
     while not learner.finished and (batch := next(queue, None)) is not None:
         T = learner.flags.unroll_length
@@ -315,6 +322,7 @@ def learning(queue, learner, lock, stop):
             if learner.finished or stop.is_set():
                 return
             learner.update(batch, episodes, versions)
+        actors.allow(learner.batch_size)  # If they wait for the update.
 
 
 def train(flags):
@@ -380,6 +388,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         # A resumed run does not repeat the episodes of its first session.
         seed=seeds.derive_seed(flags.seed, learner.run.step, ranks.current.rank),
         max_rollouts=learner.rollouts_left,
+        allowed_rollouts=learner.batch_size if synchronous(flags) else None,
         step=map_structure(torch.as_tensor, step),
         burn_in=rollouts.burn_in(learner.agent),
         one_episode=flags.one_episode_rollouts,
@@ -396,7 +405,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
             inference(inference_batcher, actor, learner.weights, actor_device)
 
     def learn():
-        learning(learner_queue, learner, lock, threads.stop)
+        learning(learner_queue, actors, learner, lock, threads.stop)
 
     def end():
         actors.stop()

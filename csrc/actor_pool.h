@@ -66,10 +66,14 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 //             that wait for the batcher or the queue end when these are served or
 //             closed: close them, too.
 //   add(), remove(), status(), rollouts(), stage_seconds(), take_metrics(),
-//   take_departed()
+//   take_departed(), allow()
 //             any thread, any time; never block for long.
 //
 // All actors together deliver exactly max_rollouts, and then wait for stop().
+//
+// With allowed_rollouts, actors begin no more than so many, and as many as allow(n) has
+// added; then they wait, for allow() or until they end. A rollout that is lost is given
+// back. Environments of a stream begin theirs together, as soon as one is allowed.
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
 // 0.1 s and up to 10 s if it goes on failing. So does one whose host has not answered
@@ -86,6 +90,7 @@ class ActorPool {
     int64_t max_streams = 0;  // That hosts open.
     double welcome_timeout_s = 300;
     int64_t max_rollouts = std::numeric_limits<int64_t>::max();
+    int64_t allowed_rollouts = std::numeric_limits<int64_t>::max();
     int64_t max_message_bytes = kMaxMessageBytes;  // That are read of a server or host.
     int64_t max_envs = std::numeric_limits<int64_t>::max();  // All that hosts open.
     std::string observation_space;  // As the server prints them; empty: not compared.
@@ -133,7 +138,8 @@ class ActorPool {
       : options_(std::move(options)),
         learner_queue_(std::move(learner_queue)),
         inference_batcher_(std::move(inference_batcher)),
-        initial_state_(std::move(initial_state)) {
+        initial_state_(std::move(initial_state)),
+        allowed_(options_.allowed_rollouts) {
     if (options_.unroll_length < 1) {
       throw std::invalid_argument("unroll_length is " +
                                   std::to_string(options_.unroll_length) +
@@ -150,6 +156,11 @@ class ActorPool {
       throw std::invalid_argument("max_rollouts is " +
                                   std::to_string(options_.max_rollouts) +
                                   ", expected at least 0");
+    }
+    if (options_.allowed_rollouts < 1) {
+      throw std::invalid_argument("allowed_rollouts is " +
+                                  std::to_string(options_.allowed_rollouts) +
+                                  ", expected at least 1");
     }
     if (options_.max_message_bytes < 1 ||
         options_.max_message_bytes > kMaxMessageBytes) {
@@ -221,6 +232,16 @@ class ActorPool {
       stopping_ = true;
       for (Actor& actor : actors_) cancel(&actor);
       for (Actor& guest : guests_) cancel(&guest);
+    }
+    changed_.notify_all();
+  }
+
+  // So many rollouts more may be begun. Nothing without allowed_rollouts.
+  void allow(int64_t num_rollouts) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (allowed_ == std::numeric_limits<int64_t>::max()) return;
+      allowed_ += num_rollouts;
     }
     changed_.notify_all();
   }
@@ -301,7 +322,7 @@ class ActorPool {
     std::lock_guard<std::mutex> lock(mu_);
     if (guest->silent) error = silence();
     if (told.empty()) told = error.substr(0, kMaxToldBytes);
-    (stopping_ ? rollouts_.ended : rollouts_.lost) += guest->filling;
+    give_back(guest, stopping_ ? &rollouts_.ended : &rollouts_.lost);
     guest->status.last_error = error;
     depart(guest->status);
     guests_.remove_if([&](const Actor& other) { return &other == guest; });
@@ -375,6 +396,11 @@ class ActorPool {
   static void cancel(Actor* actor) {
     if (actor->cancel) actor->cancel();
   }
+  // What the actor has begun and will not deliver, counted as that.
+  void give_back(Actor* actor, int64_t* count) {
+    *count += std::exchange(actor->filling, 0);
+    changed_.notify_all();
+  }
   void depart(const Status& status) {
     if (!stopping_ && departed_.size() < kMaxDeparted) departed_.push_back(status);
   }
@@ -441,7 +467,7 @@ class ActorPool {
       }
       std::unique_lock<std::mutex> lock(mu_);
       if (ends(*actor)) break;
-      rollouts_.lost += std::exchange(actor->filling, 0);
+      give_back(actor, &rollouts_.lost);
       if (actor->silent) error = silence();
       actor->status.last_error = error.substr(0, kMaxErrorBytes);
       ++actor->status.reconnects;
@@ -456,7 +482,7 @@ class ActorPool {
       wait_s = std::min(10.0, 2 * wait_s);
     }
     std::lock_guard<std::mutex> lock(mu_);
-    rollouts_.ended += std::exchange(actor->filling, 0);
+    give_back(actor, &rollouts_.ended);
     actor->status.state = "ended";
   }
 
@@ -663,7 +689,7 @@ class ActorPool {
     void advance(Group* group) {
       const Columns columns = group->columns;
       if (group->t < 0) {
-        count_begun();
+        begin();
         group->initial_core_state = core_state_;
         group->core_states = {core_state_};
       }
@@ -679,14 +705,21 @@ class ActorPool {
       // What follows a last step is in no rollout.
       group->t = last ? -1 : options_.burn_in;
       if (last) return;
-      count_begun();
+      begin();
       rollout_.begin_next(columns);
       group->initial_core_state = group->core_states.front();
     }
 
-    void count_begun() {
-      std::lock_guard<std::mutex> lock(pool_->mu_);
-      pool_->rollouts_.begun += width_;
+    // Waits until a rollout may be begun. Throws Closed if the actor ends before that.
+    void begin() {
+      std::unique_lock<std::mutex> lock(pool_->mu_);
+      Rollouts& rollouts = pool_->rollouts_;
+      wait(&lock, &pool_->changed_, nullptr, std::nullopt, [&] {
+        const int64_t in_use = rollouts.begun - rollouts.lost - rollouts.ended;
+        return pool_->ends(*actor_) || in_use < pool_->allowed_;
+      });
+      if (pool_->ends(*actor_)) throw Closed("the actor ends");
+      rollouts.begun += width_;
       actor_->filling += width_;
     }
 
@@ -821,7 +854,8 @@ class ActorPool {
 
   mutable std::mutex mu_;
   std::condition_variable changed_;   // stopping_, reached_ or an actor's `removed` is
-                                      // set, or rollouts_.delivered shrank.
+                                      // set, rollouts_.delivered shrank, allowed_ or
+                                      // what was given back grew.
   std::list<Actor> actors_;           // Guarded by mu_. Shrinks only in add().
   std::list<Actor> guests_;           // Guarded by mu_. Streams that hosts opened.
   std::vector<Status> departed_;      // Guarded by mu_.
@@ -829,6 +863,7 @@ class ActorPool {
   int64_t num_added_ = 0;             // Guarded by mu_.
   int64_t num_envs_ = 0;              // Guarded by mu_. See Room.
   Rollouts rollouts_;                 // Guarded by mu_.
+  int64_t allowed_;                   // Guarded by mu_. Rollouts to begin in all.
   std::vector<std::string> metrics_;  // Guarded by mu_.
   size_t metrics_bytes_ = 0;          // Guarded by mu_. The size of metrics_.
   bool running_ = false;              // Guarded by mu_.

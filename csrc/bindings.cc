@@ -519,6 +519,8 @@ Args:
     connect_timeout_s: run() raises if no server could be reached in that time.
     max_rollouts: all streams together deliver exactly so many, and then wait for
         stop(). None: without end.
+    allowed_rollouts: all streams together begin so many, and then wait for allow().
+        None: without end.
     tls_cert, tls_key, tls_ca: what is in the files, PEM. With them, all three, the
         learner shows tls_cert to servers and accepts those whose certificate is signed
         by tls_ca and names the host of the address. "unix:path" stays without TLS.
@@ -545,7 +547,8 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                        std::string tls_key, std::string tls_ca, const py::object& step,
                        std::string listen, int64_t max_streams,
                        double welcome_timeout_s, int64_t burn_in, bool one_episode,
-                       int64_t max_message_bytes, std::optional<int64_t> max_envs) {
+                       int64_t max_message_bytes, std::optional<int64_t> max_envs,
+                       std::optional<int64_t> allowed_rollouts) {
              // Copied: actors are threads without the GIL.
              const Nest<Array> state =
                  to_arrays(initial_state).map([](const Array& array) {
@@ -559,6 +562,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                      unroll_length, burn_in, one_episode, seed, connect_timeout_s,
                      listen.empty() ? 0 : max_streams, welcome_timeout_s,
                      max_rollouts.value_or(std::numeric_limits<int64_t>::max()),
+                     allowed_rollouts.value_or(std::numeric_limits<int64_t>::max()),
                      max_message_bytes,
                      max_envs.value_or(std::numeric_limits<int64_t>::max()),
                      std::move(observation_space), std::move(action_space),
@@ -577,7 +581,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            py::arg("max_streams") = 1024, py::arg("welcome_timeout_s") = 300,
            py::arg("burn_in") = 0, py::arg("one_episode") = false,
            py::arg("max_message_bytes") = kMaxMessageBytes,
-           py::arg("max_envs") = py::none())
+           py::arg("max_envs") = py::none(), py::arg("allowed_rollouts") = py::none())
       .def(
           "run",
           [](ListeningPool& self) {
@@ -596,6 +600,9 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            "Ends all streams. Close inference_batcher and learner_queue, too: actors "
            "may be\n"
            "waiting for them.")
+      .def("allow", &ListeningPool::allow, py::arg("num_rollouts"),
+           py::call_guard<py::gil_scoped_release>(),
+           "So many rollouts more may be begun. Nothing without allowed_rollouts.")
       .def("add", &ListeningPool::add, py::arg("address"), "Another stream.")
       .def("remove", &ListeningPool::remove, py::arg("address"),
            "Ends the streams to this address. False if there is none.")

@@ -384,6 +384,51 @@ def test_streams_together_deliver_exactly_what_is_asked_for(max_rollouts):
         assert learner.queue.size() == 0
 
 
+@pytest.mark.parametrize("num_envs", [1, 3, 6])
+def test_no_more_rollouts_are_begun_than_are_allowed(num_envs):
+    """But all of a stream's, which begin together."""
+    delivered = 0
+    with server(num_envs) as (address, _):
+        with Learner([address] * 2, allowed_rollouts=4) as learner:
+            for allowed in 4, 8, 12, 16:
+                expected = -(-allowed // num_envs) * num_envs
+                learner.rollouts(expected - delivered)
+                delivered = expected
+                time.sleep(0.1)  # In which they would begin others.
+                counts = learner.pool.rollouts()
+                assert counts["begun"] == counts["delivered"] == expected
+                if allowed == 8:  # Streams end while they wait.
+                    assert learner.pool.remove(address)
+                    learner.pool.add(address)
+                learner.pool.allow(4)
+            learner.rollouts(1)
+
+
+def test_a_stream_that_ends_gives_back_the_rollouts_it_has_begun():
+    slow, quick = "tests.faulty_envs:Slow-v0", "tests.faulty_envs:Quick-v0"
+    with server(4, env=slow) as (one, program), server(2, env=quick) as (two, _):
+        with Learner([one], allowed_rollouts=4) as learner:
+            learner.wait_for(lambda: learner.pool.rollouts()["begun"] == 4)
+            learner.pool.add(two)
+            learner.wait_for(lambda: learner.status()[two]["state"] == "running")
+            program.signal_all(signal.SIGKILL)
+            learner.rollouts(4)
+            assert learner.status()[two]["rollouts"] == 4
+            assert learner.pool.rollouts() == {
+                "begun": 8, "delivered": 4, "lost": 4, "ended": 0
+            }  # fmt: skip
+            learner.pool.allow(2)
+            learner.rollouts(2)
+
+
+def test_without_a_limit_allow_changes_nothing():
+    with server() as (address, _), Learner([address]) as learner:
+        learner.pool.allow(1)
+        learner.rollouts(3)
+    with pytest.raises(ValueError, match="allowed_rollouts is 0, expected at least 1"):
+        Learner([], allowed_rollouts=0)
+
+
 def test_what_removed_streams_delivered_counts():
     with server() as (one, _), server() as (two, _):
         with Learner([one], max_rollouts=40) as learner:

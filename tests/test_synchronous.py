@@ -6,15 +6,27 @@ import signal
 import pytest
 
 import monobeast
-from tests.programs import Program, main, read_logs, refusal, wait_for_steps
+from tests.programs import (
+    CALM,
+    Program,
+    main,
+    read_logs,
+    refusal,
+    rollouts,
+    wait_for_steps,
+)
+from tests.test_polybeast_env import free_port
+from tests.test_polybeast_faults import serve
 from torchbeast import machine
 from torchbeast.flags import parse_args
 
 PPO = ["--agent", "ppo", "--num_minibatches", 2, "--num_epochs", 1]
 SMALL = ["--env", "CartPole-v1", "--batch_size", 8, "--unroll_length", 5,
          "--log_interval_steps", 40, "--xpid", "x"]  # fmt: skip
+# Flags of two actors or servers; the last one wants its value.
 TWO = {
     "monobeast": ["--num_actors", 2, "--envs_per_actor"],
+    "polybeast": ["--num_servers", 2, "--envs_per_server"],
 }
 
 
@@ -41,6 +53,7 @@ def test_with_async_rollouts_are_older(tmp_path):
     assert max(lags(tmp_path)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.survives("actor-killed")
 def test_a_killed_actor_holds_no_batch_up(tmp_path):
     args = [*SMALL, *TWO["monobeast"], 1, *PPO, "--savedir", tmp_path]
@@ -53,6 +66,40 @@ def test_a_killed_actor_holds_no_batch_up(tmp_path):
         program.signal(signal.SIGINT)
         assert program.end() == 130
     assert lags(tmp_path) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.survives("server-killed")
+def test_a_server_killed_in_mid_rollout_holds_no_batch_up(tmp_path):
+    """Its rollouts are the other one's to make, and it is taken up again."""
+    one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    args = [
+        *SMALL[2:],
+        *PPO,
+        "--unroll_length",
+        40,
+        "--server_addresses",
+        f"{one},{two}",
+    ]
+    args += ["--savedir", tmp_path, "--env", CALM, "--total_steps", 10**8]
+    with serve(one, env=CALM), Program(*args, module="polybeast") as learner:
+        for _ in range(2):  # It is back the second time.
+            with serve(two, env=CALM) as server:
+                wait_for_steps(tmp_path, 640)
+                server.signal_all(signal.SIGKILL)
+                learner.wait_for(f"{two}: no stream")
+                wait_for_steps(tmp_path, 640)
+        learner.signal(signal.SIGINT)
+        assert learner.end() == 130
+        assert rollouts(learner.output)["lost with their stream"] > 0
+    assert lags(tmp_path) == {0}
+
+
+def test_streams_that_do_not_divide_a_batch_hold_none_up(tmp_path):
+    args = [*SMALL, *PPO, *TWO["polybeast"], 3, "--savedir", tmp_path]
+    result = main(*args, "--total_steps", 800, module="polybeast")
+    assert result.returncode == 0, result.stderr
+    assert max(lags(tmp_path)) <= 1
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,11 @@ def server_parser() -> argparse.ArgumentParser:
 
 def set_defaults(flags):
     """Fills in PolyBeast's flags whose defaults depend on the machine."""
-    if flags.num_servers is None:
-        flags.num_servers = machine.num_cores() if flags.listen is None else 0
-    if flags.envs_per_server is None:
-        flags.envs_per_server = max(1, 32 // max(1, flags.num_servers))
+    if flags.num_servers is None and flags.listen is not None:
+        flags.num_servers = 0
+    flags.num_servers, flags.envs_per_server = rollouts.spread(
+        flags, flags.num_servers, flags.envs_per_server
+    )
     devices.set_defaults(flags)
     if flags.actor_device is None:
         flags.actor_device = flags.learner_device
