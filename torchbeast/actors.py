@@ -45,13 +45,14 @@ def actor_parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("actors")
     g.add_argument("--num_actors", type=number(int, 0), metavar="N",
                    help="actor processes; 0: everything in one thread of one process "
-                   "(default: one per core)")
+                   "(default: one per core at most)")
     g.add_argument("--envs_per_actor", type=number(int, 1), metavar="E",
                    help="environments an actor steps together "
-                   "(default: 32 in all, spread over the actors)")
+                   "(default: 32 in all at most, spread over the actors)")
     g.add_argument("--num_buffers", type=number(int, 1), metavar="N",
                    help="rollouts in shared memory "
-                   "(default: what the actors fill, and two batches)")
+                   "(default: what the actors fill, and two batches; one batch if "
+                   "acting waits for updates)")
     g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
                    metavar="N", help="restarts of an actor without a rollout between "
                    "them, after which the run ends (default: %(default)s)")
