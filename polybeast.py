@@ -33,14 +33,7 @@ from torchbeast import agents, devices, distributions, ranks, replay, rollouts, 
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import add_numbers_flags, initialize, summary
 from torchbeast.environment import probe
-from torchbeast.flags import (
-    Parser,
-    agent_parser,
-    by_environment,
-    number,
-    run_parser,
-    synchronous,
-)
+from torchbeast.flags import Parser, agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
@@ -388,7 +381,6 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         # A resumed run does not repeat the episodes of its first session.
         seed=seeds.derive_seed(flags.seed, learner.run.step, ranks.current.rank),
         max_rollouts=learner.rollouts_left,
-        allowed_rollouts=learner.batch_size if synchronous(flags) else None,
         step=map_structure(torch.as_tensor, step),
         burn_in=rollouts.burn_in(learner.agent),
         one_episode=flags.one_episode_rollouts,

@@ -4,6 +4,8 @@ An agent is a module with parser(), the flags of its network, loss and optimizer
 subclass of Agent, which says what the network is, how it acts and what it learns.
 """
 
+import argparse
+
 from torch import nn
 
 from torchbeast import distributions, encoders, normalization, replay_files, rollouts

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from torchbeast import devices, machine, ranks, rollouts
-from torchbeast.flags import number, text_or_path
+from torchbeast.flags import number, synchronous, text_or_path
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import leaves
 from torchbeast.process import allow_open_files
@@ -197,11 +197,13 @@ class Sources:
         own = self._addresses is None
         self._num_streams = flags.num_servers if own else len(self._addresses)
         check_open_files(flags, self._num_streams)
+        batch_size = ranks.current.share(flags.batch_size)
         self.options = dict(
             connect_timeout_s=flags.connect_timeout_seconds,
             listen=listen,
             max_streams=flags.max_streams,
             welcome_timeout_s=flags.env_timeout_seconds,
+            allowed_rollouts=batch_size if synchronous(flags) else None,
             **pem,
         )
 
