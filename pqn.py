@@ -57,7 +57,7 @@ def parser():
     g.add_argument("--q_lambda", type=number(float, 0, 1), metavar="LAMBDA",
                    help="weight of later steps in the targets; 0: only the next step's "
                    "value, 1: all rewards of the rollout")
-    agents.add_async_flag(g, False)
+    agents.add_async_flag(g, True)
 
     g = p.add_argument_group("optimizer (RAdam)")
     minibatches.add_flags(g, 4, None)
