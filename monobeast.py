@@ -36,11 +36,9 @@ from torchbeast.actors import (
     set_num_buffers,
 )
 from torchbeast.calls import create, tell_slow
-from torchbeast.encoders import summary
 from torchbeast.environment import probe
 from torchbeast.flags import Parser, agent_parser, run_parser, synchronous
 from torchbeast.learner import Learner
-from torchbeast.messages import log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
@@ -239,11 +237,7 @@ def train(flags):
     # A resumed run does not repeat the episodes of its first session.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
-    log.info(
-        f"{flags.env}: {actors}, learner on {device}, {flags.precision}; "
-        f"results in {run.path}"
-    )
-    log.info(summary(agent.net, env.texts))
+    learner.describe(actors, env.texts)
 
     def body(signals):
         if flags.num_actors == 0:

@@ -31,13 +31,13 @@ import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, devices, distributions, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import add_numbers_flags, initialize, summary
+from torchbeast.encoders import add_numbers_flags, initialize
 from torchbeast.environment import probe
 from torchbeast.flags import Parser, agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
-from torchbeast.messages import Stop, log
+from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
 from torchbeast.networks import Network
 from torchbeast.optimizers import add_rmsprop_flags
@@ -63,9 +63,8 @@ DEFAULTS = dict(
 # learning.
 PRESETS = {
     "a2c": DEFAULTS | {"async": False} | dict(
-        batch_size=16, num_envs=16, unroll_length=5,
-        learning_rate=7e-4, baseline_cost=1.0, loss_reduction="mean",
-        grad_norm_clipping=0.5, net="nature",
+        batch_size=16, num_envs=16, unroll_length=5, learning_rate=7e-4,
+        baseline_cost=1.0, loss_reduction="mean", grad_norm_clipping=0.5, net="nature",
     ),
 }  # fmt: skip
 
@@ -386,10 +385,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         one_episode=flags.one_episode_rollouts,
         **sources.options,
     )
-    where = f"learner on {learner.device}, inference on {actor_device}"
-    results = f"results in {learner.run.path}"
-    log.info(f"{flags.env}: {sources}, {where}, {flags.precision}; {results}")
-    log.info(summary(learner.agent.net, env.texts))
+    learner.describe(f"{sources}, inference on {actor_device}", env.texts)
 
     def infer():
         with devices.own_stream(actor_device):

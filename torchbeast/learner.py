@@ -10,7 +10,7 @@ from logging import ERROR, INFO
 import torch
 
 from torchbeast import checkpoint, ranks, stages
-from torchbeast.encoders import large_images
+from torchbeast.encoders import large_images, summary
 from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line
 from torchbeast.images import RESIZED
@@ -136,6 +136,13 @@ class Learner:
         if run.checkpoint_path.exists():
             log.info("test it: %s", command_line(flags, "--mode", "test"))
         return exit_code
+
+    def describe(self, actors, texts):
+        """Logs what the run is. texts: names of what networks do not read."""
+        flags, path = self.flags, self.run.path
+        learner = f"learner on {self.device}, {flags.precision}"
+        log.info(f"{flags.env}: {actors}, {learner}; results in {path}")
+        log.info(summary(self.agent.net, texts))
 
     def start(self, stage_seconds=dict, take_metrics=list):
         """Starts the clock and the logs.
