@@ -187,7 +187,8 @@ class Agent(QAgent):
             parts.append((errors, real))
             scale = 1 / (len(errors) * flags.replay_batch_size)
             total = scale * (batch["importance"] * losses).sum()
-            mean_error, mean_q = scale * errors.abs().sum(), scale * q.sum()
+            mean_error = scale * errors.abs().sum()
+            mean_q = scale * torch.where(real, q, 0).sum()
             return total, dict(total_loss=total, td_error=mean_error, q=mean_q)
 
         parameters = list(self.net.parameters())

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests import envs
-from tests.programs import main, read_logs
+from tests.programs import main, read_logs, step
 from tests.test_replay import B, Stacked, assert_same, one_by_one, rollouts_of, whole
 from torchbeast import replay, replay_files
+from torchbeast.messages import BadInput
 
 
 def go_on(credit, directory):
@@ -25,10 +26,8 @@ def go_on(credit, directory):
 def write(ring, directory):
     """Writes a ring. Returns its Credit."""
     credit = replay.Credit(ring, 8.0, 100)
-    credit.new, credit.learned, credit.num_before = 7, 70, -3
-    replay_files.save(directory, credit)
-    assert not replay_files.path_in(directory).exists()
-    replay_files.replace(directory)
+    credit.new, credit.learned, credit.num_before = 7, 50, -3
+    replay_files.save(directory / "replay.bin", credit, 700)
     return credit
 
 
@@ -60,29 +59,63 @@ def test_a_ring_that_is_read_is_the_one_that_was_written(make_env, make, num, tm
     assert again.age(everything) == ring.age(everything)
 
 
-def test_a_ring_of_another_size_begins_empty_and_says_why(tmp_path, capsys):
-    ring, again = whole(4 * B), whole(2 * B)
+def saved(tmp_path, num_rollouts=4 * B):
+    """Writes a ring with one batch. Returns (another ring, another batch)."""
     first, last = rollouts_of(envs.Catch, 2)
+    ring = whole(4 * B)
     ring.set_priorities(ring.add(first), np.ones((1, B)))
     write(ring, tmp_path)
+    return whole(num_rollouts), last
+
+
+def test_a_ring_of_another_size_is_refused(tmp_path):
+    again, _ = saved(tmp_path, 2 * B)
+    with pytest.raises(BadInput, match=r"\d+ rollouts, expected \d+ \(--replay_size\)"):
+        go_on(replay.Credit(again, 8.0, 100), tmp_path)
+
+
+def test_a_file_of_other_shapes_is_refused(tmp_path):
+    again, last = saved(tmp_path)
     go_on(replay.Credit(again, 8.0, 100), tmp_path)
-    again.add(last)
-    assert again.size == B and "which begins empty" in capsys.readouterr().err
+    last["reward"] = last["reward"].double()
+    with pytest.raises(BadInput, match="reward/data is <f4 .*, expected float64"):
+        again.add(last)
 
 
 @pytest.mark.parametrize("cut", [10, -10])
-def test_a_damaged_file_is_one_line_and_the_ring_begins_empty(cut, tmp_path, capsys):
-    first, last = rollouts_of(envs.Catch, 2)
-    ring, again = whole(4 * B), whole(4 * B)
-    ring.set_priorities(ring.add(first), np.ones((1, B)))
-    write(ring, tmp_path)
-    path = replay_files.path_in(tmp_path)
+def test_a_damaged_file_is_refused(cut, tmp_path):
+    again, last = saved(tmp_path)
+    path = tmp_path / "replay.bin"
     path.write_bytes(path.read_bytes()[:cut])
-    go_on(replay.Credit(again, 8.0, 0), tmp_path)
-    again.add(last)
-    assert again.size == B and not again.drawable
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "replay.bin is" in line
+    with pytest.raises(BadInput, match="replay.bin cannot be gone on with"):
+        go_on(replay.Credit(again, 8.0, 0), tmp_path)
+        again.add(last)
+
+
+@pytest.mark.parametrize("ratio", [2.0, 32.0])
+def test_another_ratio_counts_from_now_on(ratio, tmp_path):
+    again, last = saved(tmp_path)
+    credit = replay.Credit(again, ratio, 100)
+    go_on(credit, tmp_path)
+    again.set_priorities(again.add(last), np.ones((1, B)))
+    new = last["done"].shape[1] * 3
+    updates = list(credit.updates(last, 3, 1))
+    assert len(updates) == int(6 + ratio * new)  # 6 steps were owed.
+
+
+def test_who_ends_before_the_file_is_read_leaves_it_as_it_is(tmp_path):
+    again, _ = saved(tmp_path)
+    before = (tmp_path / "replay.bin").read_bytes()
+    credit = replay.Credit(again, 8.0, 100)
+    go_on(credit, tmp_path)
+    replay_files.save(tmp_path / "replay.bin", credit, 701)
+    assert (tmp_path / "replay.bin").read_bytes() == before
+
+
+def test_several_learners_are_refused(monkeypatch):
+    monkeypatch.setattr(replay_files.ranks.current, "num", 2)
+    with pytest.raises(BadInput, match="--save_replay: 2 learners, expected one"):
+        replay_files.check(argparse.Namespace(save_replay=True))
 
 
 def run(path, steps, *args):
@@ -105,9 +138,9 @@ def test_the_same_command_goes_on_with_the_replay(tmp_path):
     assert 7 < ratios[-1] <= 8
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_files_of_before(tmp_path, monkeypatch):
+def test_a_full_disk_costs_the_replay_alone(tmp_path, monkeypatch):
     assert run(tmp_path, 600, "--save_replay").returncode == 0
-    before = replay_files.path_in(tmp_path / "x").read_bytes()
+    before = (tmp_path / "x" / "replay.bin").read_bytes()
     fsync = os.fsync
 
     def full(file):
@@ -117,7 +150,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_files_of_before(tmp_path, monkey
 
     monkeypatch.setattr(os, "fsync", full)
     result = run(tmp_path, 1200, "--save_replay")
-    assert result.returncode == 1
-    assert "No space left on device; the last checkpoint is" in result.stderr
-    assert replay_files.path_in(tmp_path / "x").read_bytes() == before
+    assert result.returncode == 0
+    assert "the replay is not saved: No space left on device" in result.stderr
+    assert step(tmp_path) == 1200
+    assert (tmp_path / "x" / "replay.bin").read_bytes() == before
     assert not list((tmp_path / "x").glob("*.tmp"))

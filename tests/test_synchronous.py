@@ -95,11 +95,19 @@ def test_a_server_killed_in_mid_rollout_holds_no_batch_up(tmp_path):
     assert lags(tmp_path) == {0}
 
 
-def test_streams_that_do_not_divide_a_batch_hold_none_up(tmp_path):
-    args = [*SMALL, *PPO, *TWO["polybeast"], 3, "--savedir", tmp_path]
-    result = main(*args, "--total_steps", 800, module="polybeast")
+def test_hosts_whose_streams_do_not_divide_a_batch_hold_none_up(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    args = [*SMALL, *PPO, "--server_addresses", address, "--savedir", tmp_path]
+    with serve(address, num_envs=3):
+        result = main(*args, "--total_steps", 800, module="polybeast")
     assert result.returncode == 0, result.stderr
     assert max(lags(tmp_path)) <= 1
+
+
+def test_own_servers_that_do_not_divide_a_batch_are_refused(tmp_path):
+    args = [*SMALL, *PPO, *TWO["polybeast"], 3, "--savedir", tmp_path]
+    line = refusal(*args, module="polybeast")
+    assert all(x in line for x in ("8 rollouts", "(--envs_per_server)", "--async"))
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,7 @@ def set_num_buffers(flags, num_agents):
     in_actor = flags.envs_per_actor * num_agents
     batch_size = ranks.current.share(flags.batch_size)
     if synchronous(flags):
-        if batch_size % in_actor > 0:
-            raise BadInput(
-                f"--batch_size: {batch_size} rollouts are no multiple of {in_actor}, "
-                f"which an actor begins together (--envs_per_actor "
-                f"{flags.envs_per_actor}): use a multiple, or --async"
-            )
+        rollouts.check_share(flags, "envs_per_actor", num_agents)
         if flags.num_buffers not in (None, batch_size):
             raise BadInput(
                 f"--num_buffers {flags.num_buffers}: acting waits for each update, "

@@ -90,9 +90,9 @@ class Masks:
 
     def _array(self, arrays, E, size, name):
         arrays = [np.asarray(x) for x in arrays]
-        given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in arrays)
         good = all(x.dtype.kind in "biuf" and x.size % E == 0 for x in arrays)
         if not good or sum(x.size for x in arrays) != E * size:
+            given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in arrays)
             of_all = f"[{E}, {size}]" if E > 1 else f"[{size}]"
             raise BadStep(f"{name} is {given}, expected numbers {of_all}")
         arrays = [x.reshape(E, -1) for x in arrays]

@@ -67,6 +67,7 @@ def importance_exponent(flags, step):
 def make(flags, num_starts, num_steps, device):
     """Makes (a Replay, its Credit). Raises BadInput if --replay_size is smaller than a
     batch, or if batches cannot be shared by the learners."""
+    replay_files.check(flags)
     size = max(flags.batch_size, flags.replay_start // flags.unroll_length)
     size = math.ceil(size / ranks.current.num)
     num_rollouts = flags.replay_size // flags.unroll_length
@@ -181,32 +182,13 @@ class Replay:
         self._store = storage.Store(rollouts, num, num_bytes, names)
         self._tree = SumTree(num_items)
         self._added_at = np.zeros(num, np.int64)
-        if path is None:
-            return
-        try:
-            counters = header["counters"]
-            if counters["num_rollouts"] != num:
-                what = f"it is of {counters['num_rollouts']} rollouts, expected {num}"
-                raise ValueError(what)
-            self.size = counters["size"]
-            self._read(path, header)
-            self.added = counters["added"]
-        except (OSError, ValueError, KeyError, IndexError) as e:
-            log.warning("%s is of another replay, which begins empty: %s", path, e)
-            self.size, self._tree = 0, SumTree(num_items)
-
-    def _read(self, path, header):
-        arrays = self.arrays()
-        for name, x in arrays.items():
-            given = header["arrays"].get(name, "nothing")
-            if "/whole" in name:
-                arrays[name] = None
-            elif given != [x.dtype.str, list(x.shape)]:
-                expected = [x.dtype.str, list(x.shape)]
-                raise ValueError(f"{name} is {given}, expected {expected}")
-        arrays = replay_files.read(path, header, arrays)
-        self._store.take_beside(arrays)
-        self._tree[np.arange(len(arrays["priorities"]))] = arrays["priorities"]
+        if path is not None:
+            vars(self).update({k: header["counters"][k] for k in self.counters()})
+            arrays = self.arrays()
+            arrays.update({name: None for name in arrays if "/whole" in name})
+            arrays = replay_files.read(path, header, arrays)
+            self._store.take_beside(arrays)
+            self._tree[np.arange(len(arrays["priorities"]))] = arrays["priorities"]
 
     def counters(self):
         """Returns the numbers that a file has."""
@@ -218,7 +200,7 @@ class Replay:
             return {}
         num_items = self.size * self.num_starts
         return {
-            "priorities": self._tree[np.arange(num_items)].copy(),
+            "priorities": self._tree[np.arange(num_items)],
             "added_at": self._added_at[: self.size],
             **self._store.arrays(self.size),
         }
@@ -316,16 +298,19 @@ class Credit:
             self.learned -= int(padding)
 
     def counters(self):
-        """Returns the numbers that a file has."""
-        return dict(new=self.new, learned=self.learned, num_before=self.num_before)
+        """Returns the numbers that a file has. owed: the steps that are to be learned
+        from before the next rollouts."""
+        owed = self.ratio * self.new - self.learned
+        return {k: vars(self)[k] for k in ("new", "num_before")} | {"owed": owed}
 
-    def resume(self, header):
-        """Goes on with what the header of a file says, None without one."""
-        if header is None:
+    def resume(self, counters):
+        """Goes on with what a file has, None without one."""
+        if counters is None:
             what = "the replay is empty: learning goes on after %d new steps"
             log.info(what, self.num_before)
-        else:
-            vars(self).update({k: header["counters"][k] for k in self.counters()})
+            return
+        self.new, self.num_before = counters["new"], counters["num_before"]
+        self.learned = self.ratio * self.new - counters["owed"]
 
     @property
     def measured(self):
@@ -336,6 +321,7 @@ class Mixer:
     """Adds replayed rollouts to batches of new ones: --replay_fraction."""
 
     def __init__(self, flags, device):
+        replay_files.check(flags)
         share = flags.batch_size // ranks.current.num
         fraction = flags.replay_fraction
         self.num = round(share * fraction / (1 - fraction))
@@ -362,6 +348,6 @@ class Mixer:
     def counters(self):
         return {}
 
-    def resume(self, header):
-        if header is None:
+    def resume(self, counters):
+        if counters is None:
             log.info("the replay is empty: at first it has new rollouts alone")

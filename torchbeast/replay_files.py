@@ -1,4 +1,4 @@
-"""What --save_replay writes: a replay as one file beside model.tar.
+"""What --save_replay writes: a replay as one file, replay.bin, beside model.tar.
 
 The file is a line of JSON, which names the arrays and has the counters, and then the
 arrays' bytes, one after the other. Both ways go between the file and the ring's own
@@ -12,36 +12,40 @@ import pathlib
 import numpy as np
 
 from torchbeast import ranks
-from torchbeast.messages import first_line, log
+from torchbeast.messages import BadInput, first_line, log
 
 FORMAT = 1
 
 
-def path_in(directory):
-    """Returns the path of this rank's file in a run's directory."""
-    rank = ranks.current.rank
-    return directory / ("replay.bin" if rank == 0 else f"replay-{rank}.bin")
-
-
-def is_saved(agent):
-    """Tells whether an agent has a replay that --save_replay asks for."""
+def credit_of(agent):
+    """Returns the replay.Credit, or Mixer, of an agent whose replay is to be saved, or
+    None."""
     credit = getattr(agent, "credit", None)
-    return credit is not None and agent.flags.save_replay
+    return credit if credit is not None and agent.flags.save_replay else None
 
 
-def save(directory, credit):
-    """Writes the replay of a replay.Credit, or Mixer, beside its file in a run's
-    directory, of which replace() then makes the file. OSError if the disk is full."""
-    path, ring = path_in(directory), credit.ring
+def check(flags):
+    """Raises BadInput if there are several learners."""
+    if flags.save_replay and ranks.current.num > 1:
+        raise BadInput(f"--save_replay: {ranks.current.num} learners, expected one")
+
+
+def save(path, credit, step):
+    """Writes a replay, atomically, after this agent step. A disk that is full costs the
+    replay alone: one line says so, and the file of before stays."""
+    ring = credit.ring
+    if ring.saved is not None:
+        return  # A resumed run ends before it has read the file.
     arrays = {name: np.ascontiguousarray(x) for name, x in ring.arrays().items()}
     header = {
         "format": FORMAT,
+        "step": step,
         "counters": {**credit.counters(), **ring.counters()},
         "arrays": {name: [x.dtype.str, x.shape] for name, x in arrays.items()},
     }
     num_bytes = sum(x.nbytes for x in arrays.values())
     log.info("saving the replay: %s, %s bytes", path, f"{num_bytes:,}")
-    temporary = _temporary(path)
+    temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:
             f.write(json.dumps(header).encode() + b"\n")
@@ -49,57 +53,61 @@ def save(directory, credit):
                 f.write(x.reshape(-1).view(np.uint8).data)
             f.flush()
             os.fsync(f.fileno())
-    except OSError:
+        os.replace(temporary, path)
+    except OSError as e:
         temporary.unlink(missing_ok=True)
-        raise
-
-
-def replace(directory):
-    """Makes what save() wrote the directory's file."""
-    path = path_in(directory)
-    if _temporary(path).exists():
-        os.replace(_temporary(path), path)
+        log.warning("%s: the replay is not saved: %s", path, e.strerror)
 
 
 def resume(credit, flags):
-    """Has a replay.Credit, or Mixer, of a run that is resumed go on with its file."""
-    header = None
-    if flags.save_replay:
-        path = path_in(pathlib.Path(flags.savedir, flags.xpid))
-        if (header := header_of(path)) is not None:
-            credit.ring.saved = path, header
-            log.info("resuming %s: %d rollouts", path, header["counters"]["size"])
-    credit.resume(header)
-
-
-def _temporary(path):
-    return path.with_name(path.name + ".tmp")
-
-
-def header_of(path):
-    """Returns the header of a file, or None, and says why, if it is none."""
+    """Has a replay.Credit, or Mixer, of a run that is resumed go on with the run's
+    file, if there is one. Raises BadInput if it is of another replay."""
+    path = pathlib.Path(flags.savedir, flags.xpid, "replay.bin")
+    if not flags.save_replay or not path.exists():
+        credit.resume(None)
+        return
     try:
         with open(path, "rb") as f:
             header = json.loads(f.readline(2**20))
+        counters = header["counters"]
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']}, expected {FORMAT}")
-        return header
-    except FileNotFoundError:
-        return None
+        if counters["num_rollouts"] != credit.ring.num_rollouts:
+            raise ValueError(
+                f"it is of {counters['num_rollouts']} rollouts, expected "
+                f"{credit.ring.num_rollouts} (--replay_size)"
+            )
+        credit.resume(counters)
     except (OSError, ValueError, KeyError, TypeError) as e:
-        log.warning("%s is not a replay that can be read: %s", path, first_line(e))
-        return None
+        raise another(path, e) from e
+    credit.ring.saved = path, header
+    where = f"{counters['size']} rollouts, of step {header['step']}"
+    log.info(f"resuming {path}: {where}")
+
+
+def another(path, error):
+    return BadInput(
+        f"--save_replay: {path} cannot be gone on with: {first_line(error)}; move it "
+        "away, or leave the flag out"
+    )
 
 
 def read(path, header, arrays):
     """Reads the file's arrays into arrays {name: array} of the same shapes, in which an
-    array may be None: it is made. Returns them."""
-    with open(path, "rb") as f:
-        f.readline()
-        for name, (dtype, shape) in header["arrays"].items():
-            if arrays[name] is None:
-                arrays[name] = np.empty(shape, dtype)
-            x = arrays[name].reshape(-1).view(np.uint8)
-            if f.readinto(x.data) != x.nbytes:
-                raise ValueError(f"it ends within {name}")
+    array may be None: it is made. Returns them. Raises BadInput."""
+    try:
+        with open(path, "rb") as f:
+            f.readline()
+            for name, (dtype, shape) in header["arrays"].items():
+                if arrays[name] is None:
+                    arrays[name] = np.empty(shape, dtype)
+                x = arrays[name]
+                if [x.dtype.str, list(x.shape)] != [dtype, shape]:
+                    now = f"{x.dtype} {list(x.shape)}"
+                    raise ValueError(f"{name} is {dtype} {shape}, expected {now}")
+                x = x.reshape(-1).view(np.uint8)
+                if f.readinto(x.data) != x.nbytes:
+                    raise ValueError(f"it ends within {name}")
+    except (OSError, ValueError, KeyError) as e:
+        raise another(path, e) from e
     return arrays

@@ -60,6 +60,19 @@ def spread(flags, num, num_envs):
     return num, num_envs
 
 
+def check_share(flags, name, num_agents):
+    """Raises BadInput if actors or servers that begin so many rollouts together do not
+    fill a batch that acting waits for. name: of the flag that says how many."""
+    num_envs, batch_size = vars(flags)[name], ranks.current.share(flags.batch_size)
+    if synchronous(flags) and batch_size % (num_envs * num_agents):
+        agents = f" of {num_agents} agents" if num_agents > 1 else ""
+        raise BadInput(
+            f"--batch_size: {batch_size} rollouts are no multiple of those that "
+            f"{num_envs} environments{agents} begin together (--{name}): give both "
+            "flags, or --async"
+        )
+
+
 def specs(agent, step, flags):
     """Finds what one rollout holds by one call of act(): a nest of tensors without
     data. Their first dimension is time, except for core_state's.

@@ -336,11 +336,7 @@ class Run:
             self._put_together()
         if self.flags.disable_checkpoint:
             return
-        if replay_files.is_saved(agent):
-            with self.disk_errors():
-                replay_files.save(self.path, agent.credit)
         if ranks.current.rank > 0:
-            replay_files.replace(self.path)
             return
         saved = self._state(agent)
         mean = sum(self.returns) / max(1, len(self.returns))
@@ -353,7 +349,8 @@ class Run:
             if best:
                 checkpoint.write(self.path / "best.tar", saved)
             checkpoint.write(self.checkpoint_path, saved)
-            replay_files.replace(self.path)
+        if credit := replay_files.credit_of(agent):
+            replay_files.save(self.path / "replay.bin", credit, self.step)
         self._best = saved["best"]
         self._saved_at, self._saved_step = time.monotonic(), self.step
 

@@ -213,8 +213,10 @@ class Sources:
         return f"{text}, hosts may dial {listen}" if listen else text
 
     def check_sizes(self, step, specs, num_agents):
-        """See check_sizes() of this module."""
+        """See check_sizes() of this module, and rollouts.check_share()."""
         num_streams = self._num_streams
+        if self._addresses is None and num_streams > 0:
+            rollouts.check_share(self._flags, "envs_per_server", num_agents)
         limits = check_sizes(self._flags, step, specs, num_agents, num_streams)
         self.options.update(limits)
 
