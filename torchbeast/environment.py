@@ -19,9 +19,11 @@ dict of arrays whose first dimension is E:
 
 After a last observation the next step ignores its action and returns the first
 observation of the next episode, with reward 0 and `done` (Gymnasium's next-step
-autoreset). The episode that is trained on and the one that is reported are the same,
-unless the environment says otherwise with info["episode_end"] (atari_wrappers.py does:
-a lost life ends a training episode, the end of the game the reported one).
+autoreset). An agent that waits for its next episode while others play is `done` at each
+step (torchbeast/pettingzoo.py). The episode that is trained on and the one that is
+reported are the same, unless the environment says otherwise with info["episode_end"]
+(atari_wrappers.py does: a lost life ends a training episode, the end of the game the
+reported one).
 
 No torch in here: environment servers import this file.
 """
@@ -30,6 +32,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import inspect
 import math
@@ -44,7 +47,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import images, masks
+from torchbeast import images, masks, pettingzoo
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
@@ -71,8 +74,9 @@ def argument(text):
 
 
 def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
-    """Makes what Environment takes: a list of num_envs Gymnasium environments, or the
-    vector environment that env_id has of its own.
+    """Makes what Environment takes: a list of num_envs Gymnasium environments, or of
+    PettingZoo's (pettingzoo.find()), or the vector environment that env_id has of its
+    own.
 
     render_mode, seed: given to constructors only where they are set: the seed to a
         vector environment that has such an argument.
@@ -89,12 +93,18 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
             raise ImportError(f"{module!r} cannot be the name of a module")
         if module:
             importlib.import_module(module)
+        of_module = name not in gymnasium.registry and pettingzoo.find(env_id)
+        if of_module:
+            envs = _make(env_id, num_envs, functools.partial(of_module, **kwargs))
+            return pettingzoo.checked(env_id, envs)
         spec = gymnasium.spec(name)
         vector = spec.vector_entry_point and (num_envs > 1 or spec.entry_point is None)
         if vector and not spec.additional_wrappers:
             with Call(f"the constructor of {name}"):
                 return _make_vector(spec, num_envs, seed, kwargs)
-        return _make(name, num_envs, kwargs)
+        kwargs["disable_env_checker"] = True
+        create = functools.partial(gymnasium.make, name, **kwargs)
+        return _make(name, num_envs, create)
     except TypeError as e:
         cause = e.__cause__ or e  # Gymnasium's says more of itself.
         # A class without __init__() does not name the argument that it refuses.
@@ -140,7 +150,7 @@ def _make_vector(spec, num_envs, seed, kwargs):
     return env
 
 
-def _make(name, num_envs, kwargs):
+def _make(name, num_envs, create):
     envs, logged_at = [], time.monotonic()
     try:
         for i in range(num_envs):
@@ -148,7 +158,7 @@ def _make(name, num_envs, kwargs):
                 logged_at = time.monotonic()
                 log.info("%s: %d of %d environments are made", name, i, num_envs)
             with Call(f"the constructor of {name}"):
-                envs.append(gymnasium.make(name, disable_env_checker=True, **kwargs))
+                envs.append(create())
     except BaseException as e:
         for env in envs:
             with contextlib.suppress(Exception), Call(f"close() of {name}", True):
@@ -174,8 +184,9 @@ def _close(env_id: str) -> str:
 class Environment:
     """E environments that step together. Not thread-safe.
 
-    env: one Gymnasium environment or a list of them, a Gymnasium vector environment, or
-        objects of the old Gym API. BadInput if it is none of these.
+    env: one Gymnasium environment or a list of them, a Gymnasium vector environment,
+        environments of PettingZoo's, or objects of the old Gym API. BadInput if it is
+        none of these.
     resize, layout: --resize and --observation_layout (images.prepare())
 
     num_envs:           E
@@ -196,10 +207,14 @@ class Environment:
             self.env = Vector(env)
             self.num_agents = getattr(env, "num_agents", 1)
         else:
-            envs = [as_gymnasium(e) for e in (env if isinstance(env, list) else [env])]
+            envs = env if isinstance(env, list) else [env]
             if not envs:
                 raise BadInput("no environment: expected one or more")
-            self.env = Separate(envs)
+            if all(map(pettingzoo.is_pettingzoo, envs)):
+                self.env = pettingzoo.Rows(envs)
+                self.num_agents = self.env.num_agents
+            else:
+                self.env = Separate([as_gymnasium(e) for e in envs])
         if resize is not None or layout is not None:
             images.prepare(self.env.observations, resize, layout)
         self.name = self.env.name
@@ -211,7 +226,7 @@ class Environment:
         self.frames_per_step = self.env.frames_per_step
         metadata = self.env.metadata or {}
         self.fps = (metadata.get("render_fps") or 30) / self.frames_per_step
-        self._last = None  # [E] bool, terminated | truncated at the last step.
+        self._last = None  # [E] bool, whose action is ignored: the next is `done`.
         self._metrics = []
         self._warned = False
 
@@ -269,6 +284,8 @@ class Environment:
         truncated = truncated & ~terminated
         self._last = terminated | truncated
         self._episode_end = end
+        if self.env.out is not None:
+            self._last = self._episode_end = self.env.out
         self._mask = self.env.masks.of_step(self._last)
         return {
             "observation": observation,
@@ -277,12 +294,18 @@ class Environment:
             "terminated": terminated,
             "truncated": truncated,
             "last_action": action,
-            "episode_end": self._episode_end,
+            "episode_end": end,
             "episode_step": self._episode_step.copy(),
             "episode_return": self._episode_return.astype(np.float32),
             "training_episode_return": self._training_return.astype(np.float32),
             **({} if self._mask is None else {"action_mask": self._mask}),
         }
+
+    def all_out(self):
+        """Tells whether all agents have had their last steps, or have left without
+        any."""
+        out = getattr(self.env, "out", None)
+        return out is not None and bool(out.all())
 
     def some_action(self):
         """Returns an action [E, ...] that may be taken after the newest step."""

@@ -53,6 +53,7 @@ class Masks:
         num_choices = sum(num_of(leaf) for leaf in self._leaves)
         self._rows = np.zeros((num_envs, num_choices), bool)
         self._none = None if self._leaves else True
+        self.who = "environment {}".format  # What messages call a row.
 
     def take(self, observation, info, i=None):
         """Takes the mask of environment i, or those of all, out of what an environment
@@ -69,6 +70,10 @@ class Masks:
         if not self.of_observation:
             return observation
         return {key: x for key, x in observation.items() if key != NAME}
+
+    def allow_all(self, i):
+        """Lets environment i have a mask of which all is allowed."""
+        self._rows[i] = True
 
     @property
     def _name(self):
@@ -112,7 +117,7 @@ class Masks:
         if not some.all():
             if (bad := np.flatnonzero(~some & ~last)).size:
                 raise BadStep(
-                    f"{self._name} of environment {bad[0]} allows no action: "
+                    f"{self._name} of {self.who(bad[0])} allows no action: "
                     f"{masks[bad[0]].astype(int).tolist()}"
                 )
             masks[~some] = True
@@ -130,7 +135,7 @@ class Masks:
         if not allowed.all():
             e = int(np.flatnonzero(~allowed)[0])
             raise ValueError(
-                f"action {(indices - self._starts)[e].tolist()} of environment {e} is "
+                f"action {(indices - self._starts)[e].tolist()} of {self.who(e)} is "
                 f"outside of its {NAME} {masks[e].astype(int).tolist()}: the network "
                 "has to apply it (torchbeast/networks.py)"
             )

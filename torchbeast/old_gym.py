@@ -17,8 +17,8 @@ OLD = (
     "torchbeast.old_gym.OldGym(it) (docs/fork.md)"
 )
 PETTINGZOO = (
-    "it is PettingZoo's, of several agents: make a Gymnasium vector environment with "
-    "one row for each agent of it (docs/fork.md)"
+    "it is PettingZoo's, of several agents: name what makes it by --env MODULE:NAME, "
+    "without registering it (docs/multi-agent.md)"
 )
 
 

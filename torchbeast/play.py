@@ -100,6 +100,8 @@ def episodes(flags, env, policy):
     for _ in range(flags.num_test_episodes):
         returns = np.full(env.num_envs, np.nan)
         while np.isnan(returns).any():
+            if (returns == returns).any() and env.all_out():
+                break  # The others were not there.
             step = env.step(policy(step))
             if video is not None:
                 video.write(env.render())
@@ -108,7 +110,7 @@ def episodes(flags, env, policy):
         if video is not None:
             video.close()
             video = None
-        yield float(returns.mean()), int(step["episode_step"].max())
+        yield float(np.nanmean(returns)), int(step["episode_step"].max())
 
 
 def report(flags, path, trained_steps, returns, lengths, metrics):

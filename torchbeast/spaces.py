@@ -132,6 +132,15 @@ class Observations:
         [E, ...], None for what stays as it is. space: what they return."""
         self.space, self._functions = space, functions
 
+    def zeros(self):
+        """Returns one environment's observation of zeros, or where 0 is none of the
+        choices, of the first one."""
+        arrays = []
+        for _, name, dtype, shape in self._leaves:
+            low, _ = self._bounds.get(name, (0, 0))
+            arrays.append(np.full(shape, low, dtype))
+        return _pack(self._declared, iter(arrays))
+
     def stack(self, observations):
         """Stacks an iterable of E observations, each of which is read before the next
         one is made."""

@@ -38,6 +38,7 @@ class Separate:
 
     same_step = False
     unseen = False  # See Vector.
+    out = None  # See pettingzoo.Rows.
 
     def __init__(self, envs):
         self.envs = envs
@@ -49,7 +50,7 @@ class Separate:
         space = space_of(first, "observation_space")
         action_space = space_of(first, "action_space")
         self.actions = Actions(action_space, self.num_envs)
-        self.observations, self.masks = _split(space, self.actions)
+        self.observations, self.masks = split(space, self.actions)
         for env in others:
             if (env.observation_space, env.action_space) != (space, action_space):
                 raise BadInput(
@@ -69,7 +70,7 @@ class Separate:
     def _reset(self, i, env, seed=None):
         with self._reset_call:
             result = env.reset(seed=seed)
-        return self.masks.take(*_unpack("reset", result, RESET), i)
+        return self.masks.take(*unpack("reset", result, RESET), i)
 
     def step(self, action):
         E = self.num_envs
@@ -82,14 +83,14 @@ class Separate:
                 return self._reset(i, env)
             with self._step_call:
                 result = env.step(actions[i])
-            observation, reward, ends, cut, info = _unpack("step", result, STEP)
-            rewards[i] = _number(reward, "reward")
-            terminated[i] = bool(_number(ends, "terminated"))
-            truncated[i] = bool(_number(cut, "truncated"))
+            observation, reward, ends, cut, info = unpack("step", result, STEP)
+            rewards[i] = number(reward, "reward")
+            terminated[i] = bool(number(ends, "terminated"))
+            truncated[i] = bool(number(cut, "truncated"))
             end[i] = terminated[i] or truncated[i]
             if isinstance(info, dict):
                 if "episode_end" in info:
-                    end[i] = bool(_number(info["episode_end"], "info['episode_end']"))
+                    end[i] = bool(number(info["episode_end"], "info['episode_end']"))
                 metrics[i] = info.get("episode_metrics") if end[i] else None
             return self.masks.take(observation, info, i)
 
@@ -129,6 +130,8 @@ class Vector:
     unseen: where the last step() made a step of the latter kind: [E] bool, or False
     """
 
+    out = None
+
     def __init__(self, env):
         self.env = env
         self.num_envs = env.num_envs
@@ -140,7 +143,7 @@ class Vector:
         space = space_of(env, "single_observation_space")
         action_space = space_of(env, "single_action_space")
         self.actions = Actions(action_space, self.num_envs)
-        self.observations, self.masks = _split(space, self.actions)
+        self.observations, self.masks = split(space, self.actions)
         self._zeros, _ = self.actions.to_environment(self.actions.zeros())
         self._step_call = Call(f"step() of {self.name}")
         self._warned = False
@@ -160,7 +163,7 @@ class Vector:
         self._last = self._end = np.zeros(self.num_envs, bool)  # At the step before.
         with Call(f"reset() of {self.name}"):
             result = self.env.reset(seed=seed)
-        observations = self.masks.take(*_unpack("reset", result, RESET))
+        observations = self.masks.take(*unpack("reset", result, RESET))
         if self.same_step and self.masks.of_step(self._last) is not None:
             raise BadInput(
                 f"vector environment {self.name} has an action_mask and states "
@@ -173,7 +176,7 @@ class Vector:
             action = self.actions.where(self._last, self._zeros, action)
         with self._step_call:
             result = self.env.step(action)
-        observations, rewards, terminated, truncated, info = _unpack(
+        observations, rewards, terminated, truncated, info = unpack(
             "step", result, STEP
         )
         observations = self.masks.take(observations, info)
@@ -275,7 +278,7 @@ class Vector:
         self.env.close()
 
 
-def _split(space, actions):
+def split(space, actions):
     """Returns the Observations and Masks of environments with this observation
     space."""
     masked = masks.in_observation(space, actions)
@@ -298,7 +301,7 @@ def space_of(env, attribute):
     return space
 
 
-def _unpack(method, result, names):
+def unpack(method, result, names):
     if not isinstance(result, tuple) or len(result) != len(names):
         what = type(result).__name__
         if isinstance(result, tuple):
@@ -307,7 +310,7 @@ def _unpack(method, result, names):
     return result
 
 
-def _number(x, name):
+def number(x, name):
     """Returns the one number in x, whatever type has it. Raises BadStep if there is
     none."""
     if isinstance(x, (bool, float)):  # Much the fastest.
