@@ -65,6 +65,7 @@ ABILITIES = {
         ["--agent", "td3", "--replay_ratio", 64], 0.8, 30_000,
     ),
     "td3_pendulum": ("Pendulum-v1", ["--agent", "td3"], -200, 60_000),
+    "leaving": ("tests.parallel_envs:Targets", [], 7.5, 150_000),
     "attention": (
         "tests.envs:torchbeast/LongMemory-v0",
         ["--agent", "examples.attention.agent"],
@@ -104,6 +105,7 @@ SLOW = [
     ("r2d2_masked", "actors"),
     ("target", "actors"),
     ("mixed", "servers"),
+    ("leaving", "actors"),
     ("r2d2_memory", "serial"),
     ("pqn_memory", "serial"),
     ("sac_target", "serial"),
