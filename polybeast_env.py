@@ -34,7 +34,8 @@ def environment_parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("environment")
     g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
                    help="environment, by Gymnasium's name; MODULE:ID imports MODULE "
-                   "first (default: %(default)s)")
+                   "first; MODULE:NAME is PettingZoo's that NAME of MODULE makes "
+                   "(default: %(default)s)")
     g.add_argument("--env_args", nargs="*", type=environment.argument, default=[],
                    metavar="NAME=VALUE", help="arguments of the environment's "
                    "constructor (default: none)")

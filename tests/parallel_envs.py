@@ -89,7 +89,7 @@ class Crowd:
             infos[agent] = {}
             if agent in self.ended:
                 infos[agent] = {"episode_metrics": {"age": float(self.t)}}
-                mask = np.zeros(5, np.int8)
+                mask = mask * (self.t % 2)  # That of no action, or of some.
             elif self.masks == "info":
                 infos[agent]["action_mask"] = mask
             if self.masks == "observation":

@@ -110,49 +110,6 @@ def test_the_pool_of_the_document_has_a_seed_of_its_own(run_block):
     ]
 
 
-def test_the_agents_of_the_document_are_rows(run_block):
-    class Parallel:
-        """Two agents see their own last action; the first is paid 1, the second 2.
-        Both end after three steps."""
-
-        possible_agents = ["a", "b"]
-
-        def observation_space(self, agent):
-            return gymnasium.spaces.Discrete(5)
-
-        action_space = observation_space
-
-        def give(self, *values):
-            return dict(zip(self.possible_agents, values))
-
-        def reset(self, seed=None, options=None):
-            self.agents, self.t = self.possible_agents, 0
-            return self.give(0, 0), self.give({}, {})
-
-        def step(self, actions):
-            self.t += 1
-            last = self.t == 3
-            self.agents = [] if last else self.agents
-            flags = self.give(False, False), self.give(last, last)
-            return actions, self.give(1.0, 2.0), *flags, self.give({}, {})
-
-    rps = types.SimpleNamespace(parallel_env=Parallel)
-    run_block("rps_v2", **{"pettingzoo": {}, "pettingzoo.classic": {"rps_v2": rps}})
-    env = Environment(make("Rps-v0", 3))
-    assert (env.num_agents, env.num_envs) == (2, 6)
-    env.initial(0)
-    given = np.arange(6) % 5
-    steps = [env.step(given) for _ in range(8)]
-    for t, step in enumerate(steps, 1):
-        at_reset = t % 4 == 0
-        np.testing.assert_array_equal(step["done"], at_reset)
-        np.testing.assert_array_equal(step["truncated"], t % 4 == 3)
-        np.testing.assert_array_equal(step["observation"], 0 if at_reset else given)
-        np.testing.assert_array_equal(
-            step["reward"], np.tile([1, 2], 3) * (not at_reset)
-        )
-
-
 def test_the_edit_of_fork_md_fits_what_it_edits(copy):
     follow(copy, "git apply --check edit.diff")
 

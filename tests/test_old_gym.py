@@ -180,10 +180,10 @@ def test_an_environment_of_pettingzoo_is_named():
         possible_agents = ["piston_0", "piston_1"]
         reset = step = observation_space = action_space = None
 
-    with pytest.raises(ValueError, match="environment Pistonball: it is PettingZoo's"):
-        Environment(Pistonball())
-    with pytest.raises(ValueError, match="environment Pistonball: it is PettingZoo's"):
-        Environment([Pistonball()])
+    with pytest.raises(BadInput, match="environment Pistonball: it is PettingZoo's"):
+        OldGym(Pistonball())
+    with pytest.raises(BadInput, match="environment Pistonball: it is PettingZoo's"):
+        Environment([OldScript(0), Pistonball()])
 
 
 @pytest.fixture

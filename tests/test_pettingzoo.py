@@ -50,7 +50,7 @@ def expected_steps(env, seed, actions):
             "episode_step": length[agent],
             "episode_return": score[agent],
             "training_episode_return": score[agent],
-            "action_mask": np.ones(5) if ends else mask,
+            "action_mask": mask if any(mask) else np.ones(5),
             **others,
         }
 
