@@ -9,7 +9,6 @@ import sys
 import types
 
 import gymnasium
-import numpy as np
 import pytest
 
 from tests import envs

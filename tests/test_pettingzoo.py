@@ -7,13 +7,18 @@ import types
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
+import monobeast
+import polybeast
 from tests import envs, parallel_envs
 from tests.programs import args, both, main, poly_first, refusal
 from torchbeast import environment, play
 from torchbeast.messages import BadInput
+from torchbeast.remote import servers, sources
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import BadStep
+from torchbeast.vector import Separate
 
 ENVS = "tests.parallel_envs:"
 AGENTS = parallel_envs.Crowd.possible_agents
@@ -187,6 +192,33 @@ def test_copies_with_other_agents_are_refused():
         environment.Environment([parallel_envs.Crowd(), parallel_envs.Gone()])
 
 
+def test_an_environment_of_gymnasium_stays_one_whatever_it_has():
+    class Team(envs.Counter):
+        possible_agents = ["a", "b"]
+
+    env = environment.Environment([Team(), Team()])
+    assert isinstance(env.env, Separate) and (env.num_envs, env.num_agents) == (2, 1)
+
+
+def test_a_vector_environment_says_how_many_agents_an_environment_has():
+    vector = envs.MockVector(6)
+    vector.num_agents = 2
+    assert environment.Environment(vector).num_agents == 2
+
+
+@pytest.mark.parametrize(("num_agents", "expected"), [(1, 16), (4, 4), (20, 1)])
+def test_by_default_32_agents_step_at_a_time(num_agents, expected):
+    flags = monobeast.program_parser().parse_args(["--num_actors", "2"])
+    monobeast.set_defaults(flags)
+    monobeast.set_sizes(flags, num_agents)
+    assert flags.envs_per_actor == expected
+    flags = polybeast.program_parser().parse_args(["--num_servers", "2"])
+    polybeast.set_defaults(flags)
+    specs = {"reward": torch.empty(21, device="meta")}
+    sources.set_sizes(flags, {"reward": np.zeros(2)}, specs, num_agents, 2)
+    assert flags.envs_per_server == expected
+
+
 # --env
 
 
@@ -282,8 +314,6 @@ def test_a_program_refuses_by_one_line(module, savedir, cls):
 @both
 @pytest.mark.parametrize("cls", parallel_envs.AT_A_STEP, ids=lambda c: c.__name__)
 def test_a_fault_ends_a_program_with_its_line(module, savedir, cls, monkeypatch):
-    from torchbeast.remote import servers
-
     monkeypatch.setattr(servers, "MAX_FAILURES", 2)
     restarts = ("--max_actor_restarts", 1) if module == "monobeast" else ()
     flags = small(module, savedir, *restarts, env=cls.__name__, steps=10**8)

@@ -51,14 +51,11 @@ def find(env_id):
         if e.name == module and "." not in module:  # Then it names something else.
             return None
         raise
-    functions = (getattr(found, name, None) for name in names)
-    return next(filter(_makes_others, functions), None)
-
-
-def _makes_others(x):
-    """Tells whether x may make PettingZoo's environments: it is no Gymnasium class,
-    which is to be registered."""
-    return callable(x) and not (isinstance(x, type) and issubclass(x, gymnasium.Env))
+    for x in (getattr(found, name, None) for name in names):
+        # A class of Gymnasium's is to be registered.
+        if callable(x) and not (isinstance(x, type) and issubclass(x, gymnasium.Env)):
+            return x
+    return None
 
 
 def checked(env_id, envs):
@@ -74,6 +71,8 @@ def checked(env_id, envs):
 
 def is_pettingzoo(env):
     """Tells whether an object is an environment of PettingZoo's, or looks like one."""
+    if isinstance(env, gymnasium.Env):  # Whatever else it has.
+        return False
     bases = {cls.__name__ for cls in type(env).__mro__}
     return hasattr(env, "possible_agents") or bool(bases & {"ParallelEnv", "AECEnv"})
 
