@@ -274,6 +274,8 @@ def test_an_aec_environment_that_is_parallelizable_is_converted():
 
 # The programs.
 
+SOME = parallel_envs.SpacesChange, parallel_envs.NoReward, parallel_envs.AllowsNothing
+
 
 def small(module, savedir, *others, env, steps=800):
     """4 rows are what the programs' smallest runs have room for."""
@@ -312,7 +314,7 @@ def test_a_program_refuses_by_one_line(module, savedir, cls):
 
 @pytest.mark.slow
 @both
-@pytest.mark.parametrize("cls", parallel_envs.AT_A_STEP, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", SOME, ids=lambda c: c.__name__)
 def test_a_fault_ends_a_program_with_its_line(module, savedir, cls, monkeypatch):
     monkeypatch.setattr(servers, "MAX_FAILURES", 2)
     restarts = ("--max_actor_restarts", 1) if module == "monobeast" else ()
