@@ -7,15 +7,12 @@ import types
 import gymnasium
 import numpy as np
 import pytest
-import torch
 
-import monobeast
-import polybeast
 from tests import envs, parallel_envs
 from tests.programs import args, both, main, poly_first, refusal
 from torchbeast import environment, play
 from torchbeast.messages import BadInput
-from torchbeast.remote import servers, sources
+from torchbeast.remote import servers
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import BadStep
 from torchbeast.vector import Separate
@@ -204,19 +201,6 @@ def test_a_vector_environment_says_how_many_agents_an_environment_has():
     vector = envs.MockVector(6)
     vector.num_agents = 2
     assert environment.Environment(vector).num_agents == 2
-
-
-@pytest.mark.parametrize(("num_agents", "expected"), [(1, 16), (4, 4), (20, 1)])
-def test_by_default_32_agents_step_at_a_time(num_agents, expected):
-    flags = monobeast.program_parser().parse_args(["--num_actors", "2"])
-    monobeast.set_defaults(flags)
-    monobeast.set_sizes(flags, num_agents)
-    assert flags.envs_per_actor == expected
-    flags = polybeast.program_parser().parse_args(["--num_servers", "2"])
-    polybeast.set_defaults(flags)
-    specs = {"reward": torch.empty(21, device="meta")}
-    sources.set_sizes(flags, {"reward": np.zeros(2)}, specs, num_agents, 2)
-    assert flags.envs_per_server == expected
 
 
 # --env
