@@ -143,11 +143,13 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 		$(examples:%=-r %)
 	touch $@
 
-# What slow tests need: Kubernetes' schemas, Triton's interpreter, EnvPool, and ONNX.
+# What slow tests need: Kubernetes' schemas, Triton's interpreter, EnvPool, ONNX, trackers,
+# and Optuna.
 $(VENV)/.slow: $(VENV)/.dev
 	$(python) -m pip install --quiet --disable-pip-version-check \
 		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0 \
-		envpool==1.2.5 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0
+		envpool==1.2.5 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0 \
+		wandb==0.31.0 mlflow-skinny==3.17.2 optuna==5.0.0
 	touch $@
 
 # What long tests need: the engines that fleets run on.

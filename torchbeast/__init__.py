@@ -19,6 +19,7 @@ To understand X, open Y, in the order of the way from an environment to a gradie
     ranks.py          several learners: who votes, what is summed
     run.py            a run's directory and counters; checkpoint.py: model.tar
     log_writer.py     logs.csv, and what its columns mean; logs.py reads it
+    tracking.py       the same for W&B, MLflow and trackers of your own
     program.py        a program's command line; flags.py: flags that all have
     play.py           --mode test; evaluation.py: the same beside training
     process.py        signals, and how processes end; messages.py: what they say

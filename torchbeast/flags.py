@@ -24,7 +24,7 @@ from torchbeast.process import (
 )
 
 # Flags that may differ between two sessions of a run, or two runs of one experiment.
-UNCOMPARED = {"chosen", "command", "mode", "savedir", "seed", "xpid"}
+UNCOMPARED = {"chosen", "command", "mode", "savedir", "seed", "track", "xpid"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -239,6 +239,9 @@ def run_parser() -> argparse.ArgumentParser:
     g.add_argument("--eval_interval_steps", type=number(int, 1), metavar="N",
                    help="play --num_test_episodes beside training, each N steps: "
                    "eval_return in logs.csv (default: never)")
+    g.add_argument("--track", nargs="+", metavar="NAME",
+                   help="trackers that get flags, logs.csv and --video: wandb, mlflow, "
+                   "modules of your own")
 
     g = p.add_argument_group("training")
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,

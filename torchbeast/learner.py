@@ -103,7 +103,7 @@ class Learner:
         started.
         """
         flags, run = self.flags, self.run
-        exit_code = 0
+        exit_code = 1  # Of an exception.
         if self.finished:
             log.info(
                 "step %d of %d: nothing is left to do", run.step, flags.total_steps
@@ -122,12 +122,13 @@ class Learner:
                         run.note(traceback.format_exc())
                     raise
                 self.save()
+                exit_code = 0
             except Stop as e:
                 exit_code = self._end_early(e)
             finally:
                 if self._evaluator is not None:
                     self._evaluator.close()
-                run.close()
+                run.close(exit_code)
         if ranks.current.rank > 0:
             return exit_code
         for line in stages.report(run, self.agent.net):

@@ -1,5 +1,5 @@
-"""What a run writes while it trains: logs.csv, and the same for TensorBoard.
-torchbeast/logs.py reads it.
+"""What a run writes while it trains: logs.csv, and the same for TensorBoard and
+--track. torchbeast/logs.py reads it.
 """
 
 import csv
@@ -8,6 +8,7 @@ import math
 
 from torchbeast.files import write_atomically
 from torchbeast.messages import log
+from torchbeast.tracking import Trackers
 
 MAX_COLUMNS = 1000
 # What a row has. Beside these columns: the agent's statistics, means over the updates
@@ -44,13 +45,14 @@ COLUMNS = {
 
 
 class LogWriter:
-    """Writes rows, {name: number or None}, to a run's logs.csv and to TensorBoard.
+    """Writes rows, {name: number or None}, to a run's logs.csv, to TensorBoard and to
+    trackers, names of --track.
 
     path: the run's directory. step: of the run, which may be resumed; what was logged
     after it is cut off. All methods raise OSError, except for close().
     """
 
-    def __init__(self, path, step):
+    def __init__(self, path, step, trackers=None):
         from torch.utils.tensorboard import SummaryWriter  # Slow to import.
 
         self._path = path / "logs.csv"
@@ -58,6 +60,7 @@ class LogWriter:
         self._full = False  # There are MAX_COLUMNS.
         self._open(step)
         self._tensorboard = SummaryWriter(path, purge_step=step or None)
+        self._trackers = Trackers(trackers, path, step)
 
     def _open(self, step=math.inf, new_columns=()):
         if self._csv is not None:
@@ -71,8 +74,10 @@ class LogWriter:
         if new := [name for name in row if name not in self._writer.fieldnames]:
             row = self._add_columns(new, row)
         self._writer.writerow(row)
+        row = {name: x for name, x in row.items() if x is not None}
+        self._trackers.call("log", row)
         for name, x in row.items():
-            if name != "step" and x is not None:
+            if name != "step":
                 self._tensorboard.add_scalar(name, x, row["step"])
 
     def _add_columns(self, new, row):
@@ -85,13 +90,14 @@ class LogWriter:
             self._open(new_columns=new[:free])
         return {name: x for name, x in row.items() if name in self._writer.fieldnames}
 
-    def close(self):
-        """Closes the files, whatever state the disk is in."""
+    def close(self, exit_code=0):
+        """Closes the files, whatever state the disk is in, and ends the trackers."""
         for file in (self._tensorboard, self._csv):
             try:
                 file.close()
             except OSError as e:
                 log.error("%s: %s", self._path.parent, e.strerror)
+        self._trackers.finish(exit_code)
 
 
 def cut_log(path, step, new_columns=()):

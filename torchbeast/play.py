@@ -17,6 +17,7 @@ from torchbeast.files import locked_directory, write_atomically
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
+from torchbeast.tracking import Trackers
 
 
 def test(flags, create_env):
@@ -44,6 +45,13 @@ def test(flags, create_env):
         env.close()
         if returns:
             report(flags, path, saved["step"], returns, lengths, env.take_metrics())
+    if flags.video:
+        try:
+            trackers = Trackers(flags.track, path.parent, saved["step"])
+            trackers.call("video", flags.video, saved["step"])
+            trackers.finish(0)
+        except OSError as e:
+            log.warning("--track: %s", e)
     return 0
 
 

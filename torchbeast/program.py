@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-from torchbeast import checkpoint, machine, play, ranks, run, torchrun
+from torchbeast import checkpoint, machine, play, ranks, run, torchrun, tracking
 from torchbeast.flags import Parser, error_line, parse_args, run_command, run_parser
 from torchbeast.messages import BadInput, Stop
 
@@ -49,6 +49,8 @@ def run_program(prog, parser, train, create_env, argv=None):
             raise BadInput(f"--video goes with --mode test, not {flags.mode}")
         if flags.checkpoint and flags.mode == "train":
             raise BadInput("--checkpoint goes with --mode test, not train")
+        for name in flags.track or ():
+            tracking.find(name)
         if flags.mode == "train":
             try:
                 torchrun.join(flags)

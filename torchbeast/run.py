@@ -4,6 +4,7 @@
     meta.json      flags, command, git commit, host, CPU, GPU, versions
     logs.csv       a line every --log_interval_steps; columns: torchbeast/log_writer.py
     events.out.*   the same for TensorBoard
+    track-*.log    what --track's trackers printed; wandb/ has W&B's files
     out.log        what was printed; out.rank1.log, ... by the other learners
     launch.log     what torchbeast.launch started, and all that it printed
     lock           held by the process that trains
@@ -21,6 +22,7 @@ import math
 import os
 import pathlib
 import re
+import secrets
 import time
 from collections import deque
 
@@ -169,7 +171,7 @@ class Run:
             if self.step == 0:
                 self._keep_aside()
             self._write_meta()
-            self._log = LogWriter(self.path, self.step)
+            self._log = LogWriter(self.path, self.step, self.flags.track)
         files.link(self.path, "latest")
         if chosen := getattr(self.flags, "chosen", None):
             log.info("defaults for %s: %s", self.flags.env, words_of(chosen))
@@ -199,16 +201,18 @@ class Run:
 
     def _write_meta(self):
         path = self.path / "meta.json"
-        sessions = []
+        sessions, number = [], secrets.token_hex(4)
         try:
             earlier = json.loads(path.read_text())
             sessions = [*earlier.pop("earlier_sessions", []), earlier]
+            number = earlier.get("id", number)
         except FileNotFoundError:
             pass
         except (ValueError, AttributeError, TypeError) as e:
             log.warning("%s is written anew: %s", path, e)
         data = dict(
             machine.meta(self.flags),
+            id=number,  # By which trackers know the run.
             ranks=ranks.current.hosts,
             first_step=self.step,
             earlier_sessions=sessions,
@@ -381,13 +385,15 @@ class Run:
             return "no checkpoint was written"
         return f"the last checkpoint is {self.checkpoint_path}"
 
-    def close(self):
-        """Closes what start() opened, whatever state the disk is in."""
+    def close(self, exit_code=0):
+        """Closes what start() opened, whatever state the disk is in. exit_code: the
+        program's."""
         if self.display is not None:
             self.display.close()
-        for file in (self._log, self._lock):
-            if file is not None:
-                file.close()
+        if self._log is not None:
+            self._log.close(exit_code)
+        if self._lock is not None:
+            self._lock.close()
 
 
 def run_path(flags) -> pathlib.Path:
