@@ -1,7 +1,9 @@
-"""A program for tests of torchbeast.launch: starts at once, and does what --do says."""
+"""A program for tests of torchbeast.launch and torchbeast.tune: starts at once, and
+does what --do says."""
 
 import argparse
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -31,6 +33,15 @@ if __name__ == "__main__":
         os.kill(os.getpid(), signal.SIGKILL)
     if flags.do == "leave":
         subprocess.Popen(["sleep", "300"])
+    if flags.do in ("learn", "lag"):  # To a return of 10 * rate; or of -1, for ever.
+        path = pathlib.Path(flags.savedir, flags.xpid, "logs.csv")
+        with open(path, "a", buffering=1) as f:
+            print("step,episodes,episode_return", file=f)
+            lags = flags.do == "lag" and flags.xpid.endswith("=6")
+            for i in range(1, 11 if lags else 21):
+                x = -1 if lags else 10 * flags.rate - (20 - i)
+                print(i * flags.total_steps // 20, 1, x, sep=",", file=f)
+        flags.do = "wait" if lags else "end"
     if flags.do in ("wait", "ignore"):
         for s in SIGNALS:
             signal.signal(s, end)

@@ -24,7 +24,7 @@ To understand X, open Y, in the order of the way from an environment to a gradie
     play.py           --mode test; evaluation.py: the same beside training
     process.py        signals, and how processes end; messages.py: what they say
 
-    launch.py, plot.py, consistency.py    commands of their own
+    launch.py, tune.py, plot.py, consistency.py    commands of their own
     remote/           PolyBeast's servers, streams and protocol
     warp/             WarpBeast's environments: autoreset, checks, kernels
 """

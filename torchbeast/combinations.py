@@ -12,8 +12,8 @@ from torchbeast.messages import BadInput
 MAX_RUNS = 10_000
 
 
-def parse_varied(words):
-    """Returns {flag: its values as texts} of words such as --env A,B --seed=1:3."""
+def split_varied(words):
+    """Returns {flag: text} of words such as --env A,B --seed=1:3."""
     varied = {}
     words = iter(words)
     for word in words:
@@ -22,9 +22,18 @@ def parse_varied(words):
             raise BadInput(f"{word!r}: expected a flag that varies, such as --seed 1:3")
         if flag in varied:
             raise BadInput(f"{flag} is given twice")
-        varied[flag] = parse_values(flag, text if equals else next(words, ""))
+        varied[flag] = text = text if equals else next(words, "")
+        if not text or text.startswith("--"):
+            raise BadInput(f"{flag} {text!r}: expected values: A,B or 1:3 or on,off")
     if not varied:
         raise BadInput("nothing varies: expected flags before --, such as --seed 1:3")
+    return varied
+
+
+def parse_varied(words):
+    """Returns {flag: its values as texts} of words such as --env A,B --seed=1:3."""
+    varied = split_varied(words)
+    varied = {flag: parse_values(flag, text) for flag, text in varied.items()}
     if math.prod(map(len, varied.values())) > MAX_RUNS:
         raise BadInput(f"there are more than {MAX_RUNS} combinations")
     return varied
@@ -67,28 +76,38 @@ def usage(command):
     return match[0]
 
 
-def combinations(varied, command, prefix):
-    """Returns {name: command} of all runs. Raises BadInput if the program does not know
-    a flag or cannot parse a value.
+def flag_words(flag, value, values, known=()):
+    """Returns the words by which a command has a value of a flag. values: all that the
+    flag may have; on and off of a flag that takes no value."""
+    if not {*values} <= {"on", "off"}:
+        return [f"{flag}={value}"]
+    no = f"--no-{flag[2:]}"  # argparse.BooleanOptionalAction
+    return [flag] if value == "on" else [no] if no in known else []
 
-    varied: {flag: values}; those of a flag that takes no value are on and off.
-    prefix: what all names begin with.
-    """
 
-    def words(flag, value, known=()):
-        if not {*varied[flag]} <= {"on", "off"}:
-            return [f"{flag}={value}"]
-        no = f"--no-{flag[2:]}"  # argparse.BooleanOptionalAction
-        return [flag] if value == "on" else [no] if no in known else []
-
+def check_flags(varied, command):
+    """Returns the program's flags. Raises BadInput if the program does not know one of
+    {flag: values}, or cannot parse a value."""
     if "--xpid" in varied:
         raise BadInput("--xpid is the beginning of all names: one, after --")
     if both := varied.keys() & {word.partition("=")[0] for word in command}:
         raise BadInput(f"{both.pop()} is given before and after --")
-    every = [words(flag, value) for flag, values in varied.items() for value in values]
+    every = [
+        flag_words(flag, x, values) for flag, values in varied.items() for x in values
+    ]
     known = re.findall(r"--\w[\w-]*", usage([*command, *itertools.chain(*every)]))
     if unknown := [flag for flag in varied if flag not in known]:
         raise BadInput(f"{unknown[0]} is not a flag of {shlex.join(command)}")
+    return known
+
+
+def combinations(varied, command, prefix):
+    """Returns {name: command} of all runs. Raises BadInput as check_flags() does.
+
+    varied: {flag: values}; those of a flag that takes no value are on and off.
+    prefix: what all names begin with.
+    """
+    known = check_flags(varied, command)
     runs = {}
     for values in itertools.product(*varied.values()):
         pairs = list(zip(varied, values))
@@ -97,7 +116,7 @@ def combinations(varied, command, prefix):
         if name in runs or len(os.fsencode(name)) > 255:
             what = "is the name of two runs" if name in runs else "is too long a name"
             raise BadInput(f"{name} {what}")
-        flags = itertools.chain(*(words(*pair, known) for pair in pairs))
+        flags = itertools.chain(*(flag_words(f, x, varied[f], known) for f, x in pairs))
         runs[name] = [*command, *flags, f"--xpid={name}"]
     return runs
 

@@ -88,7 +88,16 @@ class Table:
     """
 
     INTERVAL_S = 1
-    STATES = ("runs", "ends", "failed", "stopped", "ended", "complete", "waits")
+    STATES = (
+        "runs",
+        "ends",
+        "failed",
+        "stopped",
+        "ended",
+        "pruned",
+        "complete",
+        "waits",
+    )
 
     def __init__(self, runs):
         self.runs = runs

@@ -28,22 +28,29 @@ from torchbeast.messages import BadInput, first_line
 from torchbeast.process import Signals, follow_parent, kill_group
 
 
-def parser():
-    p = Parser(
-        prog="launch",
-        usage="%(prog)s [--slots N] [--gpus GPU,...] [--list] --FLAG ... -- COMMAND",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def slots_parser():
+    """The flags of commands that start runs."""
+    p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     p.add_argument("--slots", type=number(int, 1), metavar="N", help="runs at a time, "
                    "each on its share of the cores (default: one for each of --gpus, "
                    "else 1)")
     p.add_argument("--gpus", type=lambda text: text.split(","), metavar="GPU,...",
                    help="GPU of each slot (CUDA_VISIBLE_DEVICES); slots may share one")
-    p.add_argument("--list", action="store_true",
-                   help="print the command of each run, and start nothing")
     # fmt: on
+    return p
+
+
+def parser():
+    p = Parser(
+        prog="launch",
+        usage="%(prog)s [--slots N] [--gpus GPU,...] [--list] --FLAG ... -- COMMAND",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[slots_parser()],
+    )
+    p.add_argument("--list", action="store_true",
+                   help="print the command of each run, and start nothing")  # fmt: skip
     return p
 
 

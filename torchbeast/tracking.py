@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torchbeast import logs
 from torchbeast.messages import BadInput, log
-from torchbeast.process import kill_group
+from torchbeast.process import kill_group, take_lowest_priority
 
 FINISH_S = 30  # From the end of training to the end of a tracker.
 MAX_CALLS = 10_000  # That wait for a tracker. Calls beyond are dropped.
@@ -241,7 +241,7 @@ def serve(parent):
         yield "finish", 1  # The learner was killed.
 
     threading.Thread(target=follow, daemon=True).start()
-    os.nice(19)
+    take_lowest_priority()
     try:
         tracker = find(parent.recv())()
         for method, *args in calls():
