@@ -6,6 +6,7 @@ last. Training never waits for it: while it plays, no weights are sent.
 
 import contextlib
 import copy
+import os
 import threading
 import traceback
 
@@ -17,13 +18,7 @@ from torchbeast import calls, play
 from torchbeast.checkpoint import from_bytes, to_bytes
 from torchbeast.messages import log, setup_logging
 from torchbeast.policies import make_agent
-from torchbeast.process import (
-    end_group,
-    kill_group,
-    lead_group,
-    signals_blocked,
-    take_lowest_priority,
-)
+from torchbeast.process import end_group, kill_group, lead_group, signals_blocked
 from torchbeast.seeds import derive_seed
 
 END_S = 10  # The process's time to close its environment.
@@ -109,7 +104,7 @@ class Evaluator:
 
 def _evaluate(create_env, flags, connection):
     lead_group()
-    take_lowest_priority()
+    os.nice(19)
     setup_logging()
     torch.set_num_threads(1)
     newest, arrived = [], threading.Event()

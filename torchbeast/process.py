@@ -101,15 +101,6 @@ def _default_signals():
         signal.signal(s, signal.SIG_DFL)
 
 
-def take_lowest_priority():
-    """Gives this process, which leads a session, and all that it starts, what cores the
-    others leave idle."""
-    os.nice(19)
-    # Of two sessions with autogroups, Linux does not compare their processes' niceness.
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as f:
-        f.write("19")
-
-
 def end_group():
     """Ends this process, which has called lead_group(), and all that it started."""
     os.killpg(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Experiment trackers: --track wandb mlflow my_tracker.
 
 A tracker is a class with four methods: see Tracker. Each tracker of a run has a process
-of its own, of the lowest priority, which gets what to call through a pipe. So a tracker
-that is slow, fails or hangs does not hold training up; at the end of the run it has
+of its own, of low priority, which gets what to call through a pipe. So a tracker that
+is slow, fails or hangs does not hold training up; at the end of the run it has
 FINISH_S.
 """
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torchbeast import logs
 from torchbeast.messages import BadInput, log
-from torchbeast.process import kill_group, take_lowest_priority
+from torchbeast.process import kill_group
 
 FINISH_S = 30  # From the end of training to the end of a tracker.
 MAX_CALLS = 10_000  # That wait for a tracker. Calls beyond are dropped.
@@ -241,7 +241,7 @@ def serve(parent):
         yield "finish", 1  # The learner was killed.
 
     threading.Thread(target=follow, daemon=True).start()
-    take_lowest_priority()
+    os.nice(5)  # Not more: on busy cores it would not finish in time.
     try:
         tracker = find(parent.recv())()
         for method, *args in calls():
