@@ -395,7 +395,9 @@ LEARNED = [  # Environment, flags, steps, return.
 @pytest.mark.parametrize(
     ("env", "flags", "steps", "expected"),
     [
-        pytest.param(*x, marks=[] if x[0] == "Catch" else pytest.mark.long)
+        pytest.param(
+            *x, marks=pytest.mark.slow if x[0] == "Catch" else pytest.mark.long
+        )
         for x in LEARNED
     ],
 )

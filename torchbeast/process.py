@@ -312,4 +312,9 @@ def leave(code):
         os._exit(code)
 
     threading.Thread(target=insist, name="insist", daemon=True).start()
+    for file in (sys.stdout, sys.stderr):
+        try:
+            file.flush()
+        except OSError:  # The terminal is closed: Python would exit with code 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
     sys.exit(code)

@@ -62,8 +62,10 @@ def save(path, credit, step):
 def resume(credit, flags):
     """Has a replay.Credit, or Mixer, of a run that is resumed go on with the run's
     file, if there is one. Raises BadInput if it is of another replay."""
-    path = pathlib.Path(flags.savedir, flags.xpid, "replay.bin")
-    if not flags.save_replay or not path.exists():
+    path = None
+    if flags.save_replay:
+        path = pathlib.Path(flags.savedir, flags.xpid, "replay.bin")
+    if path is None or not path.exists():
         credit.resume(None)
         return
     try:

@@ -22,8 +22,6 @@ import signal
 import sys
 import time
 
-from matplotlib.figure import Figure
-
 from torchbeast import files, logs
 from torchbeast.combinations import (
     check_flags,
@@ -35,6 +33,7 @@ from torchbeast.combinations import (
 from torchbeast.flags import Parser, number, run_command
 from torchbeast.launch import Job, make_slots, run_all, run_flags, slots_parser
 from torchbeast.messages import BadInput, log
+from torchbeast.plot import Figure
 
 try:
     import optuna
