@@ -344,7 +344,16 @@ def test_three_ranks_learn(savedir):
 
 @pytest.mark.slow
 def test_ppo_normalizes_alike_on_all_ranks(savedir):
-    flags = ["--agent", "ppo", "--num_minibatches", 2, "--env", "CartPole-v1"]
+    flags = [
+        "--agent",
+        "ppo",
+        "--envs_per_actor",
+        1,
+        "--num_minibatches",
+        2,
+        "--env",
+        "CartPole-v1",
+    ]
     flags += ["--normalize_observations", "--normalize_rewards"]
     result = run(*serial(savedir, *flags, steps=400), ranks=2)
     assert result.returncode == 0, result.stderr  # The ranks' hashes were the same.

@@ -312,7 +312,7 @@ def leave(code):
         os._exit(code)
 
     threading.Thread(target=insist, name="insist", daemon=True).start()
-    for file in (sys.stdout, sys.stderr):
+    for file in filter(None, (sys.stdout, sys.stderr)):
         try:
             file.flush()
         except OSError:  # The terminal is closed: Python would exit with code 120.
