@@ -13,8 +13,8 @@ which the objective is decoupled (Hilton et al., "Batch size-invariance for poli
 optimization", arXiv 2110.00641): the ratio that is clipped is to the policy at the
 start of the update; the ratio of that one to the policy that acted, whose parameters
 are in the rollout, is an importance weight, of V-trace's advantages as well (arXiv
-1802.01561). Without --async both are the same policy: weights are 1, advantages are
-GAE's, and the objective is PPO's.
+1802.01561). Without --async both are the same policy (docs/agents.md has the one
+exception): weights are 1, advantages are GAE's, and the objective is PPO's.
 
 T is the unroll length, B the batch size, P the number of parameters of a distribution.
 """
