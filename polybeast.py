@@ -29,7 +29,7 @@ from torch import nn
 import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, devices, distributions, ranks, replay, rollouts, seeds
+from torchbeast import agents, devices, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import add_numbers_flags, initialize
 from torchbeast.environment import probe
@@ -135,9 +135,6 @@ class Agent(agents.Agent):
         """Returns {flag: its value where the command line has none}, by the kind of
         environment."""
         flags, chosen = self.flags, dict(DEFAULTS)
-        if not is_atari(flags.env):
-            normalize = flags.reward_clipping is None
-            chosen.update(reward_clipping="none", normalize_rewards=normalize)
         if not has_images(observation_space):
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
             chosen.update(
@@ -149,9 +146,9 @@ class Agent(agents.Agent):
                     separate_value=True, numbers_net="tanh", num_epochs=4,
                     entropy_cost=3e-4, learning_rate=1e-3,
                 )  # fmt: skip
-        if distributions.make(action_space).log_stds.any():  # There are Gaussians,
-            chosen["entropy_cost"] = 0.0  # whose deviations it would widen for ever.
-        return chosen
+        return chosen | agents.actor_critic_defaults(
+            flags, action_space, chosen["entropy_cost"], is_atari(flags.env)
+        )
 
     @property
     def numbers(self):

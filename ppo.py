@@ -26,22 +26,28 @@ import torch
 from torch import nn
 
 import vtrace
+from atari_wrappers import is_atari
 from torchbeast import agents, minibatches, ranks
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import initialize
-from torchbeast.flags import number
+from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, sum_over_ranks
-from torchbeast.images import has_images
+from torchbeast.images import has_images, smallest_side
 from torchbeast.networks import Network
 from torchbeast.normalization import RunningStatistics
 
+# Flags whose defaults depend on the environment: those for Atari.
+DEFAULTS = dict(
+    reward_clipping="abs_one", normalize_rewards=False, normalize_observations=False,
+    entropy_cost=0.01, learning_rate=2.5e-4, net="nature",
+)  # fmt: skip
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
 PRESETS = {
-    "atari": dict(
+    "atari": DEFAULTS | dict(
         unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
-        learning_rate=2.5e-4, clipping=0.1, entropy_cost=0.01, net="nature",
+        clipping=0.1,
     ),
-    "mujoco": dict(
+    "mujoco": DEFAULTS | dict(
         unroll_length=2048, batch_size=1, num_minibatches=32, num_epochs=10,
         learning_rate=3e-4, clipping=0.2, entropy_cost=0.0, reward_clipping="none",
         normalize_observations=True, normalize_rewards=True, total_steps=1_000_000,
@@ -73,13 +79,14 @@ def parser():
 
     g = p.add_argument_group("optimizer (Adam)")
     minibatches.add_flags(g, 4, 16)
-    g.add_argument("--learning_rate", type=number(float, above=0), default=2.5e-4,
+    g.add_argument("--learning_rate", type=number(float, above=0),
                    metavar="X", help="learning rate, which falls linearly to 0 at "
-                   "--total_steps (default: %(default)s)")
+                   "--total_steps")
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=0.5,
                    metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
     p.set_defaults(unroll_length=32, batch_size=32)
+    by_environment(p, *DEFAULTS)
     return p
 
 
@@ -108,6 +115,22 @@ class Agent(agents.Agent):
     """PPO with generalized advantage estimation (Schulman et al., arXiv 1506.02438)."""
 
     numbers = "tanh"
+
+    def defaults(self, observation_space, action_space):
+        """Returns {flag: its value where the command line has none}, by the kind of
+        environment."""
+        flags, cost = self.flags, DEFAULTS["entropy_cost"]
+        chosen = DEFAULTS | agents.actor_critic_defaults(
+            flags, action_space, cost, is_atari(flags.env)
+        )
+        side = smallest_side(observation_space)
+        if side is None:
+            chosen["normalize_observations"] = True
+            if not flags.use_lstm:
+                chosen["learning_rate"] = 1e-3
+        elif side < 20:
+            chosen.update(net="small", learning_rate=5e-4)
+        return chosen
 
     def make_net(self, observation_space, action_space):
         shared = has_images(observation_space) or self.flags.use_lstm

@@ -1,4 +1,4 @@
-"""What IMPALA does without flags, by the kind of environment."""
+"""What IMPALA and PPO do without flags, by the kind of environment."""
 
 import json
 
@@ -8,7 +8,9 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+import monobeast
 import polybeast
+import ppo
 from tests.programs import main
 from tests.test_agent import batches, make_actor, parse
 from torchbeast import environment
@@ -26,6 +28,14 @@ def flags_of(env, observation_space, action_space, *args):
     return flags
 
 
+def ppo_flags_of(env, observation_space, *args, action_space=CHOICES):
+    args = ["--env", env, "--num_actors", "0", *args]
+    flags = monobeast.program_parser("ppo").parse_args(args)
+    monobeast.set_defaults(flags)
+    ppo.Agent(flags, observation_space, action_space)
+    return flags
+
+
 def test_ataris_are_as_docs_learning_has_them():
     flags = flags_of(ATARI, IMAGE, CHOICES)
     assert flags.chosen == {
@@ -40,6 +50,30 @@ def test_ataris_are_as_docs_learning_has_them():
 def test_rewards_are_clipped_on_atari_alone(space):
     flags = flags_of(OTHER, space, CHOICES)
     assert flags.reward_clipping == "none" and flags.normalize_rewards
+
+
+def test_ppos_of_atari_are_cleanrls():
+    assert ppo_flags_of(ATARI, IMAGE).chosen == ppo.DEFAULTS
+
+
+def test_ppo_normalizes_rewards_but_ataris_and_observations_of_numbers():
+    numbers, image = ppo_flags_of(OTHER, NUMBERS), ppo_flags_of(OTHER, IMAGE)
+    for flags in (numbers, image):
+        assert flags.reward_clipping == "none" and flags.normalize_rewards
+    assert numbers.normalize_observations and not image.normalize_observations
+    assert numbers.learning_rate > image.learning_rate
+    given = ppo_flags_of(OTHER, NUMBERS, "--reward_clipping", "none")
+    assert not given.normalize_rewards
+
+
+def test_ppo_sees_small_images_with_a_small_net():
+    small = spaces.Box(0, 255, (10, 10, 4), np.uint8)
+    assert ppo_flags_of(OTHER, small).net == "small"
+    assert ppo_flags_of(OTHER, IMAGE).net == "nature"
+
+
+def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
+    assert ppo_flags_of(OTHER, NUMBERS, action_space=BOX).entropy_cost == 0
 
 
 @pytest.mark.parametrize("clipping", ["abs_one", "none"])

@@ -34,13 +34,7 @@ ABILITIES = {
     "ppo_mixed": ("tests.envs:torchbeast/Mixed-v0", PPO, 0.65, 150_000),
     "ppo_cartpole": ("CartPole-v1", PPO, 475, 500_000),
     "ppo_acrobot": ("Acrobot-v1", PPO, -100, 500_000),
-    "ppo_pendulum": (
-        "Pendulum-v1",
-        [*PPO, "--normalize_observations", "--normalize_rewards", "--entropy_cost", 0,
-         "--discounting", 0.9, "--learning_rate", 1e-3, "--num_epochs", 10],
-        -250,
-        400_000,
-    ),
+    "ppo_pendulum": ("Pendulum-v1", PPO, -250, 400_000),
     "dqn_catch": (
         "tests.envs:torchbeast/Catch-v0", [*DQN, "--exploration_steps", 5000], 0.9,
         50_000,

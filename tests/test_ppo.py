@@ -23,16 +23,8 @@ CPU = torch.device("cpu")
 
 def parse(*args):
     argv = ["--agent", "ppo", "--num_actors", 0, "--unroll_length", T]
-    argv += [
-        "--num_minibatches",
-        4,
-        "--batch_size",
-        B,
-        "--envs_per_actor",
-        B,
-        "--reward_clipping",
-        "none",
-    ]
+    argv += ["--num_minibatches", 4, "--batch_size", B, "--envs_per_actor", B]
+    argv += ["--reward_clipping", "none"]
     flags = parse_args(
         monobeast.program_parser("ppo"), [str(a) for a in [*argv, *args]]
     )
@@ -215,7 +207,8 @@ def test_each_epoch_has_each_step_once_and_whole_rollouts_for_an_lstm(args, shap
 
 
 def test_a_batch_is_learned_from_in_epochs_of_minibatches():
-    agent, batch = collect("--num_epochs", 3, "--num_minibatches", 2)
+    args = "--num_epochs", 3, "--num_minibatches", 2, "--learning_rate", 2.5e-4
+    agent, batch = collect(*args)
     steps = []
     agent.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     before = copy.deepcopy(agent.net.state_dict())

@@ -46,15 +46,26 @@ def add_reward_flags(group, clipping):
 def add_actor_critic_flags(group):
     """Adds the costs of an actor-critic's losses, and what rewards it learns from."""
     # fmt: off
-    group.add_argument("--entropy_cost", type=number(float, 0), default=0.01,
-                       metavar="X", help="weight of the entropy loss "
-                       "(default: %(default)s)")
+    group.add_argument("--entropy_cost", type=number(float, 0), metavar="X",
+                       help="weight of the entropy loss")
     group.add_argument("--baseline_cost", type=number(float, 0), default=0.5,
                        metavar="X", help="weight of the value loss "
                        "(default: %(default)s)")
     # fmt: on
     add_reward_flags(group, "abs_one")
     normalization.add_reward_flag(group)
+
+
+def actor_critic_defaults(flags, action_space, entropy_cost, atari):
+    """Returns the part of Agent.defaults() that is about these flags. entropy_cost: for
+    choices. atari: the environment is a game of Atari's."""
+    chosen = {"reward_clipping": "abs_one", "normalize_rewards": False}
+    if not atari:
+        normalize = flags.reward_clipping is None
+        chosen = {"reward_clipping": "none", "normalize_rewards": normalize}
+    if distributions.make(action_space).log_stds.any():  # There are Gaussians,
+        entropy_cost = 0.0  # whose deviations it would widen for ever.
+    return {**chosen, "entropy_cost": entropy_cost}
 
 
 def add_async_flag(group, default):
