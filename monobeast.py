@@ -179,7 +179,7 @@ def make_batch(buffers, items, device, unroll_length):
     of [T + 1, B, ...] on the device, the episodes that ended in it, and the versions.
     """
     indices = torch.tensor([index for index, _ in items])
-    batch = map_structure(lambda x: x.index_select(1, indices), buffers)
+    batch = map_structure(lambda x: devices.select(x, indices, device), buffers)
     episodes = rollouts.ended_episodes(batch, unroll_length)
     return devices.to_device(batch, device), episodes, [version for _, version in items]
 

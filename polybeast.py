@@ -285,9 +285,9 @@ def inference(batcher, agent, weights, device):
     version = None
     for batch in batcher:
         version = weights.fetch(agent.net, version)
-        inputs = map_structure(
-            lambda x: x.to(device, non_blocking=True), batch.get_inputs()
-        )
+        step, core_state = batch.get_inputs()
+        shape = step["done"].shape
+        inputs = devices.Lazy(step, device), devices.send(core_state, device)
         outputs, core_state = devices.to_host(agent.act(*inputs), device)
         try:
             rollouts.check_outputs(outputs)
@@ -296,7 +296,7 @@ def inference(batcher, agent, weights, device):
                 raise Stop(str(e), save=False) from e  # The weights stay as they are.
             batch.set_error(str(e))  # Only these streams' rollouts are lost.
             continue
-        outputs["version"] = torch.full(inputs[0]["done"].shape, version)
+        outputs["version"] = torch.full(shape, version)
         batch.set_outputs((outputs, core_state))
 
 
@@ -359,12 +359,12 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         minimum_batch_size=learner.batch_size,
         maximum_batch_size=learner.batch_size,
         maximum_queue_size=learner.batch_size,
-        pin_memory=learner.device.type == "cuda",
+        pin_memory=learner.device.type != "cpu",
     )
     inference_batcher = core.DynamicBatcher(
         batch_dim=1,
         maximum_batch_size=MAX_ENVS,
-        pin_memory=actor_device.type == "cuda",
+        pin_memory=actor_device.type != "cpu",
     )
     actors = core.ActorPool(
         flags.unroll_length,

@@ -174,13 +174,12 @@ class Rollouts:
         the rollout before, so as not to wait for this one.
         """
         K = self.burn_in
-        if self._num == 0 or self.envs.device.type == "cpu":
+        if self._num < WARM_UP or self.envs.device.type != "cuda":
             self._fill(0 if self._num == 0 else K, check)
-        elif self._num < WARM_UP:
-            self._fill(K, check)
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
+                # Of the current device, which Learner has made this one.
                 with torch.cuda.graph(self._graph):
                     self._fill(K, lambda: None)
             self._graph.replay()
@@ -189,9 +188,8 @@ class Rollouts:
         return self.metrics
 
     def _check_finite(self):
-        finite, read = self._finite.to("cpu", non_blocking=True), None
-        if finite.device != self._finite.device:
-            read = torch.cuda.current_stream(self._finite.device).record_event()
+        finite = self._finite.to("cpu", non_blocking=True)
+        if (read := devices.record_event(self.envs.device)) is not None:
             (finite, read), self._unread = self._unread, (finite, read)
         if read is not None:
             read.synchronize()

@@ -1,10 +1,13 @@
-"""An agent that does on one rank what FAULT says, at its 20th update or before."""
+"""An agent that does on one rank what FAULT says, at its 20th update or before. With
+NCCL its gradients take the way of NCCL's, over gloo.
+"""
 
 import os
 import signal
 import sys
 
 import torch
+import torch.distributed as dist
 
 import polybeast
 from polybeast import parser  # noqa: F401 (part of an agent)
@@ -16,6 +19,8 @@ class Agent(polybeast.Agent):
     def start_learning(self, device):
         if os.environ["FAULT"] == "refuses" and ranks.current.rank == 1:
             raise BadInput("not on this host")
+        if "NCCL" in os.environ:
+            ranks.current._nccl = dist.new_group(backend="gloo")
         super().start_learning(device)
 
     def learn(self, batch):

@@ -27,6 +27,8 @@ from tests.programs import (
 from tests.supervisor import stat
 from tests.test_polybeast_env import free_port
 from torchbeast import ranks, torchrun
+from torchbeast.messages import Stop
+from torchbeast.process import Signals
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 RESTARTS = ("--standalone", "--max-restarts", "2")
@@ -148,9 +150,13 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
 
 
 @pytest.mark.survives("rank-stopped")
-def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch):
-    """Without actor processes, all that the others do waits for its gradients."""
+@pytest.mark.parametrize("nccl", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch, nccl):
+    """Without actor processes, all that the others do waits for its gradients. Those
+    that NCCL sums may not be whole."""
     monkeypatch.setenv("FAULT", "stops")
+    if nccl:
+        monkeypatch.setenv("NCCL", "1")
     flags = serial(savedir, "--agent", "tests.ranks_agent")
     vote = "torchbeast.ranks.VOTE_TIMEOUT_S=5"
     with Program(
@@ -160,7 +166,10 @@ def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch):
         program.wait_for("; results in")
         os.kill(program.ranks()[-1], signal.SIGKILL)
         program.end()
-    assert load(savedir)["updates"] == 20
+    if nccl:
+        assert not (savedir / "x" / "model.tar").exists()
+    else:
+        assert load(savedir)["updates"] == 20
 
 
 @pytest.mark.slow
@@ -276,6 +285,41 @@ def test_threads_that_lose_a_rank_at_once_get_the_same_reason():
         thread.join()
     assert results[0] is results[1]
     assert str(results[0]) == "another rank is gone: Connection closed by peer"
+
+
+@pytest.mark.survives("rank-raises")
+@pytest.mark.parametrize("nccl", [False, True])
+def test_a_rank_that_fails_in_an_update_ends_those_that_wait_for_it(nccl, monkeypatch):
+    """NCCL itself would have them wait for ten minutes."""
+    group = ranks.Ranks(0, 2)
+    group._signals, group._votes = Signals(), None
+    group._nccl = object() if nccl else None
+
+    def vote(operation, votes, group):
+        votes[1, ranks.LEAVING] = 1
+
+    class Waiting:
+        polls = 0
+
+        def is_completed(self):
+            self.polls += 1
+            assert self.polls < 10
+            with pytest.raises(Stop):
+                group._vote()
+            return False
+
+        def wait(self, timeout):
+            self.is_completed()
+
+    failed = True, "KeyError: 'nothing'", 1, True
+    monkeypatch.setattr(group, "_gather", lambda mine, _: [mine, failed])
+    with pytest.raises(Stop, match="rank 1: KeyError: 'nothing'") as e, group.update():
+        with monkeypatch.context() as patch:
+            every = group._all
+            patch.setattr(group, "_all", vote)
+            every(lambda **kwargs: Waiting(), group=group._nccl)
+    assert group.lost and group.stuck == nccl
+    assert e.value.save == (not nccl)
 
 
 def test_a_run_has_torchruns_name_with_one_rank_too(monkeypatch):

@@ -156,8 +156,9 @@ class SharedWeights:
 
     @torch.no_grad()
     def publish(self, model, version):
-        copy = self._copies[version % 2]
-        for name, x in model.state_dict().items():
+        copy, state = self._copies[version % 2], model.state_dict()
+        state = devices.to_host(state, next(model.parameters()).device)
+        for name, x in state.items():
             copy[name].copy_(x)
         self._version[0] = version
 

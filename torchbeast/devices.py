@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import warnings
 
 import torch
 
@@ -11,33 +12,72 @@ from torchbeast.encoders import ResidualBlock
 from torchbeast.flags import synchronous
 from torchbeast.images import has_images
 from torchbeast.machine import share_of_cores
-from torchbeast.messages import BadInput
+from torchbeast.messages import BadInput, first_line
 from torchbeast.nests import map_structure
+
+ACCELERATORS = "cuda", "xpu"  # NVIDIA's and AMD's GPUs; Intel's, which are untried.
 
 
 def set_defaults(flags):
-    """Fills in the flags of run_parser() whose defaults depend on the machine."""
+    """Fills in the flags of run_parser() whose defaults depend on the machine. Raises
+    BadInput if it has a GPU that PyTorch cannot use."""
     if flags.learner_device is None:
-        flags.learner_device = "cuda" if torch.cuda.is_available() else "cpu"
-        if ranks.current.num > 1 and torch.cuda.is_available():
-            index = ranks.current.local_rank % torch.cuda.device_count()
-            flags.learner_device = f"cuda:{index}"
+        flags.learner_device = name = find_accelerator()
+        if ranks.current.num > 1 and name != "cpu":
+            index = ranks.current.local_rank % getattr(torch, name).device_count()
+            flags.learner_device = f"{name}:{index}"
     if flags.num_learner_threads is None:
         flags.num_learner_threads = 1 if flags.learner_device == "cpu" else 2
 
 
+def find_accelerator():
+    """Returns the kind of the machine's GPUs, "cpu" if there are none. Raises BadInput
+    if there is one that PyTorch cannot use."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ACCELERATORS:
+            if getattr(torch, name).is_available():
+                return name
+    # PyTorch says nothing where there is no GPU, and warns of a driver that is too old.
+    for warning in caught:
+        what = first_line(warning.message, with_type=False)
+        raise BadInput(
+            f"PyTorch cannot use this machine's GPU; --learner_device cpu does without "
+            f"it: {what}"
+        )
+    return "cpu"
+
+
 def get_device(flags, flag):
-    """Returns the torch.device that a flag names. Raises BadInput if it cannot be
-    used."""
+    """Returns the torch.device that a flag names, with its number. Raises BadInput if
+    it cannot be used."""
     name = getattr(flags, flag)
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", name):
-        raise BadInput(f"--{flag} {name}: expected cpu, cuda or cuda:N")
+    kind, _, _ = name.partition(":")
+    if kind == "mps":
+        raise BadInput(
+            f"--{flag} {name}: statistics are float64, which MPS does not have: "
+            "expected cpu"
+        )
+    if not re.fullmatch(r"cpu|(cuda|xpu)(:[0-9]{1,2})?", name):
+        raise BadInput(f"--{flag} {name}: expected cpu, cuda, cuda:N, xpu or xpu:N")
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
+        x = torch.ones(1, device=name)
+        (x + x).item()  # PyTorch may have no kernels for this GPU.
     except (RuntimeError, AssertionError) as e:  # Without CUDA: AssertionError.
-        raise BadInput(f"--{flag} {name}: {str(e).splitlines()[0]}") from e
-    return device
+        raise BadInput(f"--{flag} {name}: {first_line(e, False)}") from e
+    return x.device
+
+
+def use(device):
+    """Makes a GPU the current one of this thread, on which CUDA graphs are captured and
+    Triton's kernels are launched."""
+    if device.type != "cpu":
+        backend(device).set_device(device)
+
+
+def backend(device):
+    """Returns the module that has the streams of such a GPU, such as torch.cuda."""
+    return getattr(torch, device.type)
 
 
 def has_bfloat16(device):
@@ -51,7 +91,9 @@ def has_bfloat16(device):
 
 def choose_precision(flags, space):
     """Replaces --precision auto: bfloat16 only where learning in it was compared with
-    float32, and was as good and faster, else float32."""
+    float32, and was as good and faster, else float32. And float32 is float32: by
+    default cuDNN's convolutions round to TF32, which has 10 bits for 23."""
+    torch.backends.cudnn.allow_tf32 = False
     if flags.precision == "auto":
         devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
         everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
@@ -80,7 +122,38 @@ def num_update_cores(share, agent, flags):
 def copy_stream(device):
     """Returns the one stream of copies to a device. There is one because PyTorch keeps
     freed memory for the stream that the memory was taken in."""
-    return torch.cuda.Stream(device)
+    return backend(device).Stream(device)
+
+
+def send(nest, device):
+    """Copies the nest's tensors to the device, without waiting if they are in
+    page-locked memory."""
+    return map_structure(lambda x: x.to(device, non_blocking=True), nest)
+
+
+class Lazy(dict):
+    """A dict whose nests are sent to a device when they are first read: of a step's
+    fields, networks read less than half."""
+
+    def __init__(self, nests, device):
+        super().__init__(nests)
+        self.device = device
+
+    def __getitem__(self, name):
+        self[name] = nest = send(super().__getitem__(name), self.device)
+        return nest
+
+    def __iter__(self):  # Else dict() and ** would take what is not sent yet.
+        return super().__iter__()
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+    def values(self):
+        return [self[name] for name in self]
+
+    def items(self):
+        return [(name, self[name]) for name in self]
 
 
 def to_device(nest, device):
@@ -89,26 +162,47 @@ def to_device(nest, device):
         return nest
     # A stream of its own: behind the kernels of an update copies would wait for it.
     stream = copy_stream(device)
-    with torch.cuda.stream(stream):
-        nest = map_structure(lambda x: x.to(device, non_blocking=True), nest)
+    with backend(device).stream(stream):
+        nest = send(nest, device)
     # Also what makes it safe to recycle pinned memory that was copied from.
     stream.synchronize()
     # Whoever uses them, their memory is not to be reused before that is done.
-    map_structure(lambda x: x.record_stream(torch.cuda.current_stream(device)), nest)
+    current = backend(device).current_stream(device)
+    map_structure(lambda x: x.record_stream(current), nest)
     return nest
 
 
 def own_stream(device):
-    """A context in which this thread's kernels do not queue behind other threads'."""
+    """A context in which this thread's kernels do not queue behind other threads', and
+    go first where a GPU can choose."""
     if device.type == "cpu":
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
+    return backend(device).stream(backend(device).Stream(device, priority=-1))
+
+
+def record_event(device):
+    """Returns an event that has passed once what was launched on the device so far is
+    done; None on a CPU, where it is."""
+    if device.type == "cpu":
+        return None
+    return backend(device).current_stream(device).record_event()
 
 
 def to_host(nest, device):
     """Copies the nest's tensors to host memory. Waits for a GPU once, not for each
     tensor."""
     nest = map_structure(lambda x: x.to("cpu", non_blocking=True), nest)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if device.type != "cpu":
+        backend(device).current_stream(device).synchronize()
     return nest
+
+
+def select(x, indices, device):
+    """Returns x[:, indices], where x is in host memory: in page-locked memory if it
+    goes to a GPU, which then copies it without the CPU."""
+    out = torch.empty(
+        (len(x), len(indices), *x.shape[2:]),
+        dtype=x.dtype,
+        pin_memory=device.type != "cpu",
+    )
+    return torch.index_select(x, 1, indices, out=out)

@@ -315,7 +315,7 @@ class ImageEncoder(nn.Module):
         return x.mul_(self.scale)
 
     def forward(self, x):
-        if x.is_cuda:
+        if x.device.type != "cpu":
             return self._encode(x)
         num_bytes = x[:1].numel() * x.element_size()
         size = max(1, SLICE_BYTES // max(1, num_bytes))

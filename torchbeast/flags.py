@@ -258,12 +258,13 @@ def run_parser() -> argparse.ArgumentParser:
                    help="threads that take turns: one assembles a batch, and copies it "
                    "to the GPU, while another updates (default: 2 with a GPU, else 1)")
     g.add_argument("--learner_device", metavar="DEVICE",
-                   help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+                   help="cpu, cuda, cuda:1, ..., or xpu, which is untried (default: a "
+                   "GPU if there is one)")
     g.add_argument("--precision", default="auto",
                    choices=("auto", "float32", "bfloat16"),
-                   help="arithmetic of the image encoder; everything else is float32 "
-                   "(default: auto, bfloat16 for --net shallow on CPUs with AMX, "
-                   "else float32)")
+                   help="arithmetic of the image encoder; everything else is float32, "
+                   "on a GPU without TF32 (default: auto, bfloat16 for --net shallow "
+                   "on CPUs with AMX, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network, for GPUs: slower to start")
 

@@ -38,7 +38,8 @@ def set_gradients(parameters, loss, batch, reduction="sum"):
                 raise
             _largest = (min(B, _largest) + 1) // 2
         if sums is None:  # Not above: the exception holds on to the slice.
-            torch.cuda.empty_cache()
+            if (kind := batch["done"].device.type) != "cpu":
+                getattr(torch, kind).empty_cache()
             log.info("learning from slices of %d rollouts: more do not fit", _largest)
     if ranks.current.num > 1:
         num_real = (~batch["done"][1:]).sum() if reduction == "mean" else None
@@ -128,7 +129,7 @@ def slices(batch, reduction="sum"):
     """
     done = batch["done"]
     size = B = done.shape[1]
-    if not done.is_cuda:
+    if done.device.type == "cpu":
         num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"]))
         least = MIN_RECURRENT if leaves(batch.get("core_state", ())) else 1
         size = max(least, int(B / max(1, num_bytes / SLICE_BYTES)))

@@ -9,10 +9,10 @@ from logging import ERROR, INFO
 
 import torch
 
-from torchbeast import checkpoint, ranks, stages
+from torchbeast import checkpoint, devices, ranks, stages
 from torchbeast.encoders import large_images, summary
 from torchbeast.evaluation import Evaluator
-from torchbeast.flags import command_line
+from torchbeast.flags import command_line, synchronous
 from torchbeast.images import RESIZED
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.process import Signals
@@ -22,31 +22,46 @@ from torchbeast.symptoms import Symptoms
 class PublishedWeights:
     """A network's weights on a device, for the threads of this process: one thread
     publishes, any number fetch. Published weights do not change; new ones take their
-    place."""
+    place.
+
+    While a GPU still computes new ones, fetch() takes those before them, so that acting
+    goes on beside an update.
+    """
 
     def __init__(self, model, device):
         self.device = device
+        self._published = ()  # The last two, the newer one first.
         self.publish(model, 0)
 
     @torch.no_grad()
     def publish(self, model, version):
+        """Returns an event that has passed once the weights are there, or None if they
+        are."""
+        on_host = self.device.type == "cpu"
         weights = {
-            name: x.detach().to(self.device, copy=True)
+            name: x.detach().to(self.device, non_blocking=on_host, copy=True)
             for name, x in model.state_dict().items()
         }
-        copied = None
-        if self.device.type == "cuda":
-            copied = torch.cuda.current_stream(self.device).record_event()
-        self._published = version, weights, copied
+        # Of the one that copies: the learner's may be a GPU.
+        device = next(model.parameters()).device if on_host else self.device
+        copied = devices.record_event(device)
+        self._published = (version, weights, copied), *self._published[:1]
+        return copied
 
     @torch.no_grad()
     def fetch(self, model, have=None):
-        """Loads the newest weights into the model, unless they are version `have`.
-        Returns their version."""
-        version, weights, copied = self._published
+        """Loads the newest weights that are there into the model, unless they are
+        version `have`. Returns their version."""
+        (version, weights, copied), *before = self._published
+        if before and copied is not None and not copied.query():
+            version, weights, copied = before[0]
         if version != have:
-            if copied is not None:
-                stream = torch.cuda.current_stream(self.device)
+            if copied is None:
+                pass
+            elif self.device.type == "cpu":
+                copied.synchronize()
+            else:
+                stream = devices.backend(self.device).current_stream(self.device)
                 stream.wait_event(copied)
                 for x in weights.values():
                     x.record_stream(stream)
@@ -72,6 +87,7 @@ class Learner:
         self.run = run
         self.agent = agent
         self.device = device
+        devices.use(device)
         # channels_last: twice as fast to train on a CPU.
         agent.net.to(device, memory_format=torch.channels_last)
         if flags.compile:
@@ -116,8 +132,9 @@ class Learner:
                     with ranks.current.voting(signals), signals.blamed():
                         body(signals)
                 except Exception as e:
-                    # A loss that is not finite came before what it led to.
-                    self.flush()
+                    if not ranks.current.stuck:
+                        # A loss that is not finite came before what it led to.
+                        self.flush()
                     if not isinstance(e, (Stop, BadInput)):
                         run.note(traceback.format_exc())
                     raise
@@ -192,6 +209,7 @@ class Learner:
         episodes: those that ended in the batch: {name: tensor [2], sum and number}
         versions: of the weights with which each of its rollouts was begun
         """
+        devices.use(self.device)
         with self._timed():
             with ranks.current.update():
                 statistics = self.agent.learn(batch)
@@ -223,7 +241,7 @@ class Learner:
         """Sends an update's numbers to the CPU, to be counted when they have arrived:
         on a GPU after the next update has been launched."""
         tensors = {k: x for k, x in statistics.items() if torch.is_tensor(x)}
-        values, read = torch.zeros(0), None
+        values = torch.zeros(0)
         if tensors:
             values = [x.detach().reshape(()).float() for x in tensors.values()]
             values = torch.stack([x.to(self.device) for x in values])
@@ -233,8 +251,7 @@ class Learner:
         }
         if rewards is not None:
             rewards = rewards.to("cpu", non_blocking=True)
-        if self.device.type == "cuda":
-            read = torch.cuda.current_stream(self.device).record_event()
+        read = devices.record_event(self.device)
         counts = dict(
             num_steps=self.steps_per_update,
             episodes=episodes,
@@ -253,8 +270,11 @@ class Learner:
                 self.run.add_evaluation(mean_return)
 
     def _publish(self):
-        if self.weights is not None:
-            self.weights.publish(self.agent.net, self.updates)
+        if self.weights is None:
+            return
+        copied = self.weights.publish(self.agent.net, self.updates)
+        if copied is not None and synchronous(self.flags):
+            copied.synchronize()  # Whoever waits for them is to find them there.
 
     def flush(self):
         """Counts and logs the last update, once its statistics have arrived."""

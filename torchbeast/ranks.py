@@ -51,7 +51,8 @@ class Ranks:
         self.local_rank = local_rank
         self.hosts = [platform.node()]  # By rank.
         self.num_here = 1  # Ranks on this host.
-        self.lost = False  # Some rank is gone: no thread of ours may be waited for.
+        self.lost = False  # Some rank is gone: no thread of ours may be waited for,
+        self.stuck = False  # nor our GPU, which waits for gradients of that rank.
         self.faulty = None  # [num]: whose losses were the first not to be finite.
         self.statistics = {}  # {name: shape}, of the last update.
         self.seconds = {}  # Where the time went, for the log.
@@ -94,6 +95,8 @@ class Ranks:
         if device.type == "cuda":
             if len(set(self.all_gather(uuid))) == self.num:
                 self._nccl = dist.new_group(backend="nccl")
+                # Connects them, for which NCCL needs torchrun's store.
+                self.sum(torch.zeros(1, device=device))
             else:
                 log.info("ranks share a GPU: their gradients go through the CPU")
 
@@ -195,10 +198,13 @@ class Ranks:
             self._all(dist.all_reduce, votes, group=self._votes)
             texts = []
             if votes[:, LEAVING].any():
-                reasons = self._gather(leaving and reason(leaving), self._votes)
+                mine = leaving and (self.lost, *reason(leaving))
+                reasons = self._gather(mine, self._votes)
                 rank = int(votes[:, LEAVING].argmax())
-                text, *how = reasons[rank]
+                _, text, *how = reasons[rank]
                 self._end = Stop(f"rank {rank}: {text}", *how)
+                if any(x[0] for x in reasons if x):
+                    self._give_up()
                 raise self._end
             if votes[0, ASK]:
                 texts = self._gather(self.describe(), self._votes)
@@ -250,11 +256,16 @@ class Ranks:
                 # Gloo's place in its code, and its advice, are left out.
                 what = re.sub(r"^\[\S*\] | This is .*", "", first_line(error, False))
                 self._end = Stop(f"another rank is gone: {what}")
-            if self._nccl is not None and self._updating:
-                # What it has summed is not known to be whole.
-                self._end.save = False
-            self.lost = True
+            self._give_up()
             return self._end
+
+    def _give_up(self):
+        """Has this rank end without a rank that takes part in no more updates."""
+        if self._nccl is not None and self._updating:
+            # NCCL waits on in the GPU, and what it has summed is not known to be whole.
+            self.stuck = True
+            self._end.save = False
+        self.lost = True
 
     # Data.
 
@@ -289,7 +300,7 @@ class Ranks:
     def sum(self, x):
         """Replaces a tensor, [n] on the learner's device, by its sum over all ranks."""
         start = time.monotonic()
-        if self._nccl is not None or not x.is_cuda:
+        if self._nccl is not None or x.device.type == "cpu":
             self._all(dist.all_reduce, x, group=self._nccl)
         else:
             on_host = x.cpu()

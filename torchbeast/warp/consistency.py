@@ -280,6 +280,7 @@ def main(argv=None):
     def body():
         flags = p.parse_args(argv)
         device = devices.get_device(flags, "device")
+        devices.use(device)
         env = autoreset.make(flags.env, **dict(flags.env_args))
         check(env)
         reference = load_reference(flags.reference, dict(flags.env_args))

@@ -1,0 +1,85 @@
+"""What a program computes on, where there are GPUs of several kinds, or none."""
+
+import argparse
+import warnings
+
+import pytest
+import torch
+
+from tests.programs import refusal
+from torchbeast import devices
+from torchbeast.messages import BadInput
+
+
+def flags(**given):
+    return argparse.Namespace(**{"num_learner_threads": None, **given})
+
+
+def test_a_gpu_whose_driver_is_too_old_is_refused_in_one_line(monkeypatch):
+    def is_available():
+        warnings.warn("The driver is too old (found 11040).\nMore.", stacklevel=2)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    expected = "--learner_device cpu does without it: The driver is too old .*11040.*$"
+    with pytest.raises(BadInput, match=expected):
+        devices.set_defaults(flags(learner_device=None))
+    devices.set_defaults(flags(learner_device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_learner_is_on_a_gpu_of_any_kind_by_default(kind, monkeypatch):
+    monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: True)
+    chosen = flags(learner_device=None)
+    devices.set_defaults(chosen)
+    assert chosen.learner_device == kind and chosen.num_learner_threads == 2
+
+
+def test_a_gpu_that_pytorch_has_no_kernels_for_is_refused_in_one_line(monkeypatch):
+    def ones(*args, **kwargs):
+        raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(BadInput) as e:
+        devices.get_device(flags(learner_device="cuda:1"), "learner_device")
+    expected = "--learner_device cuda:1: CUDA error: no kernel image is available"
+    assert str(e.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (
+            "mps",
+            "--learner_device mps: statistics are float64, which MPS does not have",
+        ),
+        ("gpu", "--learner_device gpu: expected cpu, cuda, cuda:N, xpu or xpu:N"),
+        ("xpu", "--learner_device xpu: "),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused_in_one_line(device, expected):
+    assert expected in refusal("--learner_device", device)
+
+
+def test_float32_is_no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    devices.choose_precision(flags(precision="float32"), None)
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_what_is_read_of_a_lazy_dict_is_sent(monkeypatch):
+    sent = []
+    monkeypatch.setattr(devices, "send", lambda x, device: sent.append(x) or -x)
+    for read in (
+        lambda x: {"a": x["a"], "b": x["b"]},
+        lambda x: {**x},
+        lambda x: dict(x),
+        lambda x: dict(x.items()),
+        lambda x: dict(zip(x, x.values())),
+        lambda x: {"a": x.get("a"), "b": x.get("b", 3)},
+    ):
+        sent.clear()
+        assert read(devices.Lazy({"a": 1, "b": 2}, None)) == {"a": -1, "b": -2}
+        assert sent == [1, 2]
+    lazy = devices.Lazy({"a": 1, "b": 2}, None)
+    assert lazy["a"] == -1 and lazy.get("c") is None and sent == [1, 2, 1]
