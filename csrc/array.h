@@ -230,7 +230,7 @@ constexpr size_t kAlignment = 64;  // A cache line, and AVX-512's vectors.
 }
 
 // Recycles memory: what is given back is given out again, so that a running queue takes
-// nothing new from the system, and touches no page for the first time. Sizes are powers
+// nothing new from its source, and touches no page for the first time. Sizes are powers
 // of two; of each it holds as much as was ever out at once.
 //
 //   allocate()  any thread; never blocks for long. Throws bad_alloc.
@@ -238,57 +238,53 @@ constexpr size_t kAlignment = 64;  // A cache line, and AVX-512's vectors.
 // Memory that is still out when the pool's owner goes keeps the pool alive.
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  BufferPool() = default;
+  explicit BufferPool(Allocate source = heap_memory) : source_(std::move(source)) {}
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
-  ~BufferPool() {
-    for (auto& [bytes, buffers] : free_) {
-      for (std::byte* buffer : buffers) std::free(buffer);
-    }
-  }
 
   [[nodiscard]] std::shared_ptr<std::byte> allocate(size_t bytes) {
     if (bytes > std::numeric_limits<size_t>::max() / 4) throw std::bad_alloc();
     size_t size = kAlignment;
     while (size < bytes) size *= 2;
-    std::byte* buffer = nullptr;
+    std::shared_ptr<std::byte> buffer;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      std::vector<std::byte*>& free = free_[size];
+      std::vector<std::shared_ptr<std::byte>>& free = free_[size];
       if (!free.empty()) {
-        buffer = free.back();
+        buffer = std::move(free.back());
         free.pop_back();
       } else {
         ++num_allocations_;
         free.reserve(++num_of_size_[size]);  // So that giving back cannot throw.
       }
     }
-    if (buffer == nullptr) {
-      buffer = static_cast<std::byte*>(std::aligned_alloc(kAlignment, size));
-      if (buffer == nullptr) throw std::bad_alloc();
-    }
-    return {buffer, [pool = shared_from_this(), size](std::byte* b) noexcept {
+    if (buffer == nullptr) buffer = source_(size);
+    std::byte* data = buffer.get();
+    return {data, [pool = shared_from_this(), size, buffer](std::byte*) noexcept {
               std::lock_guard<std::mutex> lock(pool->mu_);
-              pool->free_[size].push_back(b);
+              pool->free_[size].push_back(buffer);
             }};
   }
 
-  // How often memory was taken from the system.
+  // How often memory was taken from the source.
   [[nodiscard]] int64_t num_allocations() const {
     std::lock_guard<std::mutex> lock(mu_);
     return num_allocations_;
   }
 
  private:
+  const Allocate source_;
   mutable std::mutex mu_;
-  std::unordered_map<size_t, std::vector<std::byte*>> free_;  // Guarded by mu_.
-  std::unordered_map<size_t, size_t> num_of_size_;            // Guarded by mu_.
-  int64_t num_allocations_ = 0;                               // Guarded by mu_.
+  // Guarded by mu_.
+  std::unordered_map<size_t, std::vector<std::shared_ptr<std::byte>>> free_;
+  std::unordered_map<size_t, size_t> num_of_size_;  // Guarded by mu_.
+  int64_t num_allocations_ = 0;                     // Guarded by mu_.
 };
 
-[[nodiscard]] inline Allocate recycling_allocator() {
-  return
-      [pool = std::make_shared<BufferPool>()](size_t n) { return pool->allocate(n); };
+[[nodiscard]] inline Allocate recycling_allocator(Allocate source = heap_memory) {
+  return [pool = std::make_shared<BufferPool>(std::move(source))](size_t n) {
+    return pool->allocate(n);
+  };
 }
 
 // The bytes of an array. Throws bad_alloc for sizes beyond all bounds.

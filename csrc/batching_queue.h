@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -32,6 +33,10 @@ struct BatchingOptions {
   std::optional<int64_t> timeout_ms;
   bool check = true;
   std::optional<int64_t> maximum_queue_size;
+  // Whether a batch has room for minimum_batch_size rows at first, and for twice as
+  // many when that was too few, up to maximum_batch_size: for memory that is taken when
+  // it is allocated, and not when it is written to.
+  bool grow = false;
 
   void validate() const {
     const auto require = [](bool ok, const std::string& name, int64_t value,
@@ -160,7 +165,9 @@ class BatchingQueue {
 
   explicit BatchingQueue(const BatchingOptions& options,
                          Allocate allocate = recycling_allocator())
-      : options_(options), allocate_(std::move(allocate)) {
+      : options_(options),
+        allocate_(std::move(allocate)),
+        room_(options.grow ? options.minimum_batch_size : options.maximum_batch_size) {
     options_.validate();
   }
   BatchingQueue(const BatchingQueue&) = delete;
@@ -191,10 +198,13 @@ class BatchingQueue {
       } else {
         // One producer at a time: a BufferPool keeps all that was ever out at once.
         const RowSpec spec = first ? RowSpec(item) : spec_;
+        if (!batches_.empty()) grow(batches_.back()->rows + rows);
+        grow(rows);
+        const int64_t room = room_;
         beginning_ = true;
         lock.unlock();
         try {
-          batch = begin_batch(spec);
+          batch = begin_batch(spec, room);
         } catch (...) {
           lock.lock();
           beginning_ = false;
@@ -267,8 +277,8 @@ class BatchingQueue {
       written_.wait(lock, [&] { return batch->num_writers == 0; });
     }
     Batch result{std::move(batch->arrays), batch->rows, std::move(batch->payloads)};
-    if (blocking != nullptr && result.rows < options_.maximum_batch_size &&
-        options_.batch_dim > 0 && num_bytes(result.arrays.leaves) > kLongCopy) {
+    if (blocking != nullptr && result.rows < batch->room && options_.batch_dim > 0 &&
+        num_bytes(result.arrays.leaves) > kLongCopy) {
       blocking->begin();
     }
     for (Array& array : result.arrays.leaves) trim(&array, result.rows);
@@ -305,29 +315,32 @@ class BatchingQueue {
   // A batch that items are being written into.
   struct Filling {
     RowSpec spec;
-    Nest<Array> arrays;  // maximum_batch_size rows.
+    Nest<Array> arrays;
     std::vector<Payload> payloads;
+    int64_t room = 0;          // Rows of the arrays.
     int64_t rows = 0;          // Given to items.
     int num_writers = 0;       // Threads that copy into it.
     bool taken = false;        // By a consumer, who waits for the writers.
     Clock::time_point opened;  // When its first item came.
   };
 
-  [[nodiscard]] std::shared_ptr<Filling> begin_batch(const RowSpec& spec) const {
+  [[nodiscard]] std::shared_ptr<Filling> begin_batch(const RowSpec& spec,
+                                                     int64_t room) const {
     auto batch = std::make_shared<Filling>();
     batch->spec = spec;
+    batch->room = room;
     batch->arrays.structure = spec.structure;
     std::vector<std::pair<DType, Dims>> leaves = spec.leaves;
     for (auto& [dtype, shape] : leaves) {
-      shape[options_.batch_dim] = options_.maximum_batch_size;
+      shape[options_.batch_dim] = room;
     }
     try {  // All at once: every producer waits for it.
       batch->arrays.leaves = allocate_arrays(allocate_, leaves);
     } catch (const std::bad_alloc&) {
-      throw std::invalid_argument(
-          spec.structure->leaf_name(0) +
-          ": no memory for maximum_batch_size rows: " + leaves[0].first.name() + " " +
-          leaves[0].second.str() + (leaves.size() > 1 ? ", and of all others" : ""));
+      throw std::invalid_argument(spec.structure->leaf_name(0) +
+                                  ": no memory for a batch: " + leaves[0].first.name() +
+                                  " " + leaves[0].second.str() +
+                                  (leaves.size() > 1 ? ", and of all others" : ""));
     }
     return batch;
   }
@@ -335,7 +348,7 @@ class BatchingQueue {
   // Whether the item goes into the batch. If so, `arrays` are its in the batch's order.
   [[nodiscard]] bool fits(const Filling& batch, const Nest<Array>& item, int64_t rows,
                           std::vector<Array>* arrays) const {
-    if (batch.rows + rows > options_.maximum_batch_size) return false;
+    if (batch.rows + rows > batch.room) return false;
     if (options_.check) return true;
     try {
       *arrays = batch.spec.match(item, options_.batch_dim);
@@ -346,6 +359,10 @@ class BatchingQueue {
   }
 
   // mu_ must be held for these.
+  void grow(int64_t rows) {
+    if (rows > options_.maximum_batch_size) return;
+    while (room_ < rows) room_ = std::min(2 * room_, options_.maximum_batch_size);
+  }
   [[nodiscard]] std::optional<Clock::time_point> expiry(const Filling& batch) const {
     if (!options_.timeout_ms) return std::nullopt;
     return batch.opened + std::chrono::milliseconds(*options_.timeout_ms);
@@ -387,6 +404,7 @@ class BatchingQueue {
   std::condition_variable written_;               // A taken batch has no more writers.
   std::deque<std::shared_ptr<Filling>> batches_;  // Guarded by mu_. The last grows.
   int64_t size_ = 0;                              // Guarded by mu_.
+  int64_t room_;            // Guarded by mu_. Rows of the batch that begins next.
   bool beginning_ = false;  // Guarded by mu_. A batch, see enqueue().
   bool closed_ = false;     // Guarded by mu_.
   RowSpec spec_;            // Guarded by mu_. Of the first item.

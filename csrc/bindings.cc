@@ -160,31 +160,30 @@ class WithoutGil final : public Blocking {
   PyThreadState* state_ = nullptr;
 };
 
-// PyTorch's page-locked memory, which goes to a GPU asynchronously. PyTorch recycles it
-// itself: it knows which copies are still under way.
-Allocate pinned_allocator() {
-  const bool cuda =
-      Torch::get() != nullptr &&
-      py::module_::import("torch").attr("cuda").attr("is_available")().cast<bool>();
-  if (!cuda) {
-    throw std::invalid_argument("pin_memory is True, but PyTorch finds no GPU");
-  }
-  return [](size_t bytes) {
-    py::gil_scoped_acquire gil;
-    const auto torch = py::module_::import("torch");
-    auto tensor = std::make_unique<py::object>(torch.attr("empty")(
-        bytes, py::arg("dtype") = torch.attr("uint8"), py::arg("pin_memory") = true));
-    auto* data =
-        reinterpret_cast<std::byte*>(tensor->attr("data_ptr")().cast<std::uintptr_t>());
-    return std::shared_ptr<std::byte>(data, [owner = tensor.release()](std::byte*) {
-      py::gil_scoped_acquire gil;
-      delete owner;
-    });
-  };
+// PyTorch's page-locked memory, which goes to a GPU asynchronously.
+std::shared_ptr<std::byte> pinned_memory(size_t bytes) {
+  py::gil_scoped_acquire gil;
+  const auto torch = py::module_::import("torch");
+  auto tensor = std::make_unique<py::object>(torch.attr("empty")(
+      bytes, py::arg("dtype") = torch.attr("uint8"), py::arg("pin_memory") = true));
+  auto* data =
+      reinterpret_cast<std::byte*>(tensor->attr("data_ptr")().cast<std::uintptr_t>());
+  return {data, [owner = tensor.release()](std::byte*) {
+            py::gil_scoped_acquire gil;
+            delete owner;
+          }};
 }
 
 Allocate allocator(bool pin_memory) {
-  return pin_memory ? pinned_allocator() : recycling_allocator();
+  if (!pin_memory) return recycling_allocator();
+  const auto has_gpu = [] {
+    const auto accelerator = py::module_::import("torch").attr("accelerator");
+    return accelerator.attr("is_available")().cast<bool>();
+  };
+  if (Torch::get() == nullptr || !has_gpu()) {
+    throw std::invalid_argument("pin_memory is True, but PyTorch finds no GPU");
+  }
+  return recycling_allocator(pinned_memory);
 }
 
 using Queue = LearnerQueue;
@@ -360,7 +359,9 @@ Args:
         those of the first one. False puts it into another batch.
     maximum_queue_size: items that may wait; enqueue() blocks while they do, unless they
         are too few for a batch.
-    pin_memory: True gives batches in page-locked memory, for asynchronous copies to a GPU.
+    pin_memory: True gives batches in page-locked memory, for asynchronous copies to a GPU,
+        and room that grows with the batches. Wait for the copies before you let a batch go:
+        its memory is used again.
 
 Blocking calls release the GIL; they end on close(), and in the main thread on Ctrl-C.
 
@@ -372,9 +373,9 @@ Blocking calls release the GIL; they end on close(), and in the main thread on C
                        int64_t maximum_batch_size, std::optional<int64_t> timeout_ms,
                        bool check_inputs, std::optional<int64_t> maximum_queue_size,
                        bool pin_memory) {
-             const BatchingOptions options{batch_dim,          minimum_batch_size,
-                                           maximum_batch_size, timeout_ms,
-                                           check_inputs,       maximum_queue_size};
+             const BatchingOptions options{
+                 batch_dim,    minimum_batch_size, maximum_batch_size, timeout_ms,
+                 check_inputs, maximum_queue_size, pin_memory};
              return std::make_shared<Queue>(options, allocator(pin_memory));
            }),
            py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
@@ -430,8 +431,9 @@ Blocking calls release the GIL; they end on close(), and in the main thread on C
       .def(py::init([](int batch_dim, int64_t minimum_batch_size,
                        int64_t maximum_batch_size, std::optional<int64_t> timeout_ms,
                        bool check_outputs, bool pin_memory) {
-             const BatchingOptions options{batch_dim, minimum_batch_size,
-                                           maximum_batch_size, timeout_ms};
+             BatchingOptions options{batch_dim, minimum_batch_size, maximum_batch_size,
+                                     timeout_ms};
+             options.grow = pin_memory;
              return std::make_shared<DynamicBatcher>(options, check_outputs,
                                                      allocator(pin_memory));
            }),

@@ -170,9 +170,7 @@ def test_a_time_out_hands_out_fewer_than_the_minimum(array):
 def test_an_item_too_large_for_memory_is_refused_and_leaves_no_trace():
     queue = BatchingQueue(0, maximum_batch_size=2**30)
     huge = np.broadcast_to(np.zeros((1, 1), np.int8), (1, 2**34))
-    with pytest.raises(
-        ValueError, match=r"^the array: no memory for maximum_batch_size"
-    ):
+    with pytest.raises(ValueError, match=r"^the array: no memory for a batch"):
         queue.enqueue(huge)
     queue.enqueue(np.ones(1))  # Of another shape and dtype: it is the first.
     assert queue.dequeue_many().tolist() == [1]
@@ -336,6 +334,30 @@ def test_pinned_memory_without_a_gpu_is_refused():
     else:
         with pytest.raises(ValueError, match="pin_memory is True, but"):
             one(pin_memory=True)
+
+
+@pytest.mark.skipif("torch" not in LIBRARIES, reason="it is PyTorch's memory")
+def test_page_locked_memory_is_taken_for_the_rows_there_are_and_used_again(monkeypatch):
+    taken, empty = [], torch.empty
+
+    def pretend(num_bytes, dtype, pin_memory):
+        assert pin_memory
+        taken.append(num_bytes)
+        return empty(num_bytes, dtype=dtype)
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", pretend)
+    queue = BatchingQueue(0, maximum_batch_size=4096, pin_memory=True)
+    for num in 10 * [1] + 10 * [3]:
+        for i in range(num):
+            queue.enqueue(torch.full((1, 256), i, dtype=torch.uint8))
+        rows = 0
+        while rows < num:
+            batch = queue.dequeue_many()
+            assert batch[:, 0].tolist() == list(range(rows, rows + len(batch)))
+            rows += len(batch)
+    assert sum(taken) <= 8 * 1024  # And not 4096 rows of 256.
+    assert len(batch) == 3
 
 
 def test_many_threads_lose_and_double_nothing(array):

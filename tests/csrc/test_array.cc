@@ -104,6 +104,24 @@ TEST_CASE("a pool gives out again what came back, and aligned") {
   CHECK(pool->num_allocations() == 2);
 }
 
+TEST_CASE("a pool gives memory back to its source when nobody has it any more") {
+  int out = 0;
+  auto pool = std::make_shared<BufferPool>([&](size_t bytes) {
+    ++out;
+    return std::shared_ptr<std::byte>(new std::byte[bytes], [&out](std::byte* b) {
+      delete[] b;
+      --out;
+    });
+  });
+  auto buffer = pool->allocate(100);
+  pool->allocate(100).reset();
+  CHECK(out == 2);
+  pool.reset();
+  CHECK(out == 2);
+  buffer.reset();
+  CHECK(out == 0);
+}
+
 TEST_CASE("memory that is out outlives its pool's owner") {
   auto pool = std::make_shared<BufferPool>();
   const auto buffer = pool->allocate(100);

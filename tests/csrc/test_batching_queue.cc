@@ -60,6 +60,38 @@ TEST_CASE("a batch never splits an item: fewer rows than the minimum instead") {
   CHECK(queue.dequeue_many().rows == 3);
 }
 
+TEST_CASE("a queue that grows has room for a few rows at first, then for all") {
+  BatchingOptions o = options(2, 10);
+  o.grow = true;
+  std::vector<size_t> taken;
+  Queue queue(o, [&](size_t bytes) {
+    taken.push_back(bytes / 64);
+    return heap_memory(bytes);
+  });
+  const auto rows_of = [&](int num) {
+    for (int i = 0; i < num; ++i) queue.enqueue(single(count_up({1, 16}, i)), i);
+    std::vector<int64_t> rows;
+    while (queue.size() > 0) rows.push_back(queue.dequeue_many().rows);
+    return rows;
+  };
+  CHECK(rows_of(2) == std::vector<int64_t>{2});
+  CHECK(rows_of(6) == std::vector<int64_t>{2, 4});
+  CHECK(rows_of(4) == std::vector<int64_t>{4});
+  CHECK(rows_of(14) == std::vector<int64_t>{4, 8, 2});
+  CHECK(rows_of(10) == std::vector<int64_t>{10});
+  CHECK(rows_of(20) == std::vector<int64_t>{10, 10});
+  CHECK(taken == std::vector<size_t>{2, 2, 4, 4, 4, 8, 10, 10, 10, 10});
+}
+
+TEST_CASE("a queue that grows has room for an item of any size that fits") {
+  BatchingOptions o = options(1, 10);
+  o.grow = true;
+  Queue queue(o);
+  queue.enqueue(single(count_up({7, 1})), 0);
+  CHECK(queue.dequeue_many().rows == 7);
+  CHECK_THROWS_AS(queue.enqueue(single(count_up({11, 1})), 0), std::invalid_argument);
+}
+
 TEST_CASE("dequeue_many blocks until there are minimum_batch_size rows") {
   Queue queue(options(2, 2));
   auto batch = std::async(std::launch::async, [&] { return queue.dequeue_many(); });
