@@ -39,6 +39,27 @@ def test_the_nearest_agents_are_the_same_a_few_environments_at_a_time(monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("type", ["*fp32", "*fp64"])
+@pytest.mark.parametrize("capability", [75, 80, 90])
+def test_the_kernel_compiles_for_gpus_that_are_not_here(capability, type):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from torchbeast.warp.nearest_kernel import kernel
+
+    types = {"at": type, "alive": "*i1", "index": "*i64", "there": "*i1", "N": "i32"}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {"K": 3, "ROWS": 16, "TILE": 128, "INFINITE": nearest.INFINITE}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"enable_fp_fusion": False},
+    )
+    assert compiled.asm["cubin"] and "fma.rn" not in compiled.asm["ptx"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("num_agents", "K"), [(2, 1), (7, 6), (140, 3)])
 def test_the_kernel_finds_the_same(num_agents, K, dtype):

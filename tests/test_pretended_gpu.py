@@ -1,0 +1,277 @@
+"""What a GPU would refuse, read too early or wait for, found without one."""
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import monobeast
+import polybeast
+import polybeast_env
+import warpbeast
+from tests.pretended_gpu import PretendedGpus
+from torchbeast import devices, machine, rollouts, run
+from torchbeast.flags import parse_args
+from torchbeast.learner import Learner, PublishedWeights
+from torchbeast.nests import map_structure
+from torchbeast.policies import make_agent
+
+T, B = 4, 4
+REPLAY = ("--replay_start", "0", "--replay_size", "1000", "--replay_batch_size", "8")
+PIXELS = "tests.envs:torchbeast/CatchPixels-v0"
+
+# How often the CPU waits, and how many kernels are launched, by the program up to an
+# update, and in the update. A number that grows makes every run slower: 10 us a launch,
+# and a wait lets the GPU run empty.
+BUDGETS = {
+    "monobeast polybeast CartPole-v1": [(1, 13), (4, 951)],
+    "monobeast polybeast CartPole-v1 --use_lstm": [(1, 15), (4, 510)],
+    f"monobeast polybeast {PIXELS}": [(1, 13), (3, 269)],
+    "monobeast ppo CartPole-v1 --num_epochs 1": [(1, 12), (6, 2672)],
+    "monobeast pqn CartPole-v1 --num_epochs 1": [(1, 12), (2, 140)],
+    "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (35, 1068)],
+    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (31, 410)],
+    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (28, 328)],
+    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (28, 188)],
+    "warpbeast polybeast warp/Catch": [(1, 21), (3, 940)],
+    "warpbeast polybeast warp/Catch --use_lstm": [(1, 21), (3, 499)],
+    "warpbeast ppo warp/CartPole --num_epochs 1": [(1, 21), (5, 2664)],
+    "warpbeast pqn warp/CartPole --num_epochs 1": [(1, 21), (1, 133)],
+    "warpbeast r2d2 warp/CartPole --burn_in 2 --replay_ratio 2": [(1, 21), (34, 1055)],
+    "warpbeast sac warp/Pendulum --replay_ratio 0.5": [(1, 21), (27, 325)],
+    "polybeast polybeast CartPole-v1": [(5, 212), (3, 951)],
+    f"polybeast polybeast {PIXELS} --use_lstm": [(5, 467), (2, 564)],
+    "polybeast ppo CartPole-v1 --num_epochs 1": [(5, 92), (6, 2672)],
+    "polybeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(5, 327), (34, 1068)],
+    "polybeast sac Pendulum-v1 --replay_ratio 0.5": [(5, 126), (27, 328)],
+}  # fmt: skip
+QUICK = "monobeast polybeast CartPole-v1"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(machine, "_num_cores", 1)  # Other tests have the others.
+    monkeypatch.setattr(run, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(warpbeast, "check", lambda env: None)  # On "meta", too.
+    devices.copy_stream.cache_clear()
+    with PretendedGpus(2) as gpus:
+        yield gpus
+
+
+def flags_of(program, savedir, agent, env, *args, updates):
+    size = {"--num_envs": B} if program is warpbeast else {"--batch_size": B}
+    size |= {"--num_actors": 0, "--envs_per_actor": B} if program is monobeast else {}
+    given = {"--agent": agent, "--env": env, "--unroll_length": T, **size,
+             "--total_steps": updates * T * B, "--seed": 1, "--savedir": savedir,
+             "--xpid": "x", "--log_interval_steps": 1}  # fmt: skip
+    replay = REPLAY if agent in ("r2d2", "sac", "td3") else ()
+    args = [str(x) for item in given.items() for x in item] + [*replay, *args]
+    flags = parse_args(program.program_parser(agent), args)
+    flags.command = [program.__name__, *args]
+    return flags
+
+
+def count(gpus, monkeypatch):
+    """A list that will have, of each update, (waits and launches before it, those of
+    it), each ({what and where: number}, number)."""
+    counts, update = [], Learner.update
+
+    def take():
+        taken = gpus.waits, gpus.launches
+        gpus.waits, gpus.launches = Counter(), 0
+        return taken
+
+    def counting(self, *args):
+        before = take()
+        update(self, *args)
+        counts.append((before, take()))
+
+    monkeypatch.setattr(Learner, "update", counting)
+    return counts
+
+
+class Batch:
+    """As inference() gets them."""
+
+    def __init__(self, inputs):
+        self.inputs = map_structure(lambda x: x.pin_memory(), inputs)
+
+    def get_inputs(self):
+        return self.inputs
+
+    def set_outputs(self, outputs):
+        self.outputs = outputs
+
+
+class Actors:
+    def allow(self, num):
+        pass
+
+
+def train_polybeast(flags):
+    """inference() and learning() by turns, in one thread, for batches as streams make
+    them."""
+    polybeast.set_defaults(flags)
+    device = devices.get_device(flags, "learner_device")
+    env = polybeast_env.create_env(flags, B)
+    agent, actor = make_agent(flags, env), make_agent(flags, env)
+    own_run = run.Run(flags)
+    own_run.open()
+    weights = PublishedWeights(agent.net, device)
+    learner = Learner(flags, own_run, agent, weights, device, None)
+    learner.start()
+    step = map_structure(lambda x: torch.as_tensor(x)[None], env.initial(1))
+    core_state, K = agent.initial_state(B), rollouts.burn_in(agent)
+    steps, outputs, core_states = [step], [], [core_state]
+
+    def acting():
+        while len(outputs) < K + T:
+            batch = Batch((steps[-1], core_states[-1]))
+            yield batch
+            output, core_state = batch.outputs
+            arrays = map_structure(lambda x: x[0].numpy(), output["action"])
+            step = map_structure(lambda x: torch.as_tensor(x.copy())[None],
+                                 env.step(arrays))  # fmt: skip
+            steps.append(step)
+            outputs.append(output)
+            core_states.append(core_state)
+
+    while not learner.finished:
+        with devices.own_stream(device):
+            polybeast.inference(acting(), actor, weights, device)
+        batch = {
+            name: map_structure(lambda *xs: torch.cat(xs), *[x[name] for x in part])
+            for part in (steps, outputs)
+            for name in part[0]
+        }
+        batch["core_state"] = core_states[0]
+        batch = map_structure(lambda x: x.pin_memory(), batch)
+        lock, stop = threading.Lock(), threading.Event()
+        polybeast.learning(iter([batch]), Actors(), learner, lock, stop)
+        for kept, num in ((steps, K + 1), (outputs, K), (core_states, K + 1)):
+            del kept[: len(kept) - num]
+    learner.save()
+    own_run.close()
+    env.close()
+    return 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case == QUICK else pytest.mark.slow)
+        for case in BUDGETS
+    ],
+)
+def test_a_run_on_a_gpu_keeps_to_its_budget_of_waits_and_launches(
+    case, gpus, tmp_path, monkeypatch
+):
+    program, *args = case.split()
+    program = {x.__name__: x for x in (monobeast, polybeast, warpbeast)}[program]
+    updates = 6 if program is warpbeast else 4  # Of a captured rollout, too.
+    flags = flags_of(program, tmp_path, *args, updates=updates)
+    counts = count(gpus, monkeypatch)
+    train = train_polybeast if program is polybeast else program.train
+    assert train(flags) == 0
+    assert flags.learner_device == "cuda" and len(counts) == updates
+    found = [(sum(waits.values()), launches) for waits, launches in counts[-1]]
+    assert found == BUDGETS[case], [waits for waits, _ in counts[-1]]
+
+
+@pytest.mark.slow
+def test_warpbeast_captures_the_gpu_that_it_trains_on(gpus, tmp_path):
+    flags = flags_of(
+        warpbeast, tmp_path, "ppo", "warp/Catch", "--device", "cuda:1", updates=6
+    )
+    assert warpbeast.train(flags) == 0
+    assert {stream.device.index for stream, _ in gpus.written.values()} == {1}
+
+
+def test_weights_that_an_update_still_computes_are_not_waited_for(gpus):
+    model, reader = (nn.Linear(2, 2).to("cuda:0") for _ in range(2))
+    published = PublishedWeights(model, torch.device("cuda:0"))
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        model.weight.fill_(1)
+    published.publish(model, 1)
+    with devices.own_stream(torch.device("cuda:0")):
+        assert published.fetch(reader) == 0
+        torch.cuda.synchronize()
+        assert published.fetch(reader, 0) == 1
+        assert reader.weight.tolist() == [[1, 1], [1, 1]]
+    for version in (2, 3):
+        published.publish(model, version)
+    with devices.own_stream(torch.device("cuda:0")):
+        assert published.fetch(reader, 1) == 2  # None is there: the GPU waits.
+        assert reader.weight.tolist() == [[1, 1], [1, 1]]
+
+
+def test_weights_for_the_cpu_are_read_when_they_have_arrived(gpus):
+    model, reader = nn.Linear(2, 2).to("cuda:0"), nn.Linear(2, 2)
+    published = PublishedWeights(model, torch.device("cpu"))
+    assert published.fetch(reader) == 0
+    assert sum(gpus.waits.values()) == 3  # Two to make the model, one for all weights.
+    assert reader.weight.tolist() == model.weight.tolist()
+
+
+# The pretence itself.
+
+
+def captured(function):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def on_own_stream(function):
+    with devices.own_stream(torch.device("cuda:0")):
+        return function()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda x: x + torch.ones(2), "tensors on .'cpu', 'cuda:0'.: tests/test_pre"),
+        (lambda x: x + torch.ones(2, device="cuda:1"), "several GPUs"),
+        (lambda x: x.to("cpu", non_blocking=True).tolist(), "has not arrived yet"),
+        (lambda x: x.to("cpu", non_blocking=True).double(), "has not arrived yet"),
+        (lambda x: on_own_stream(lambda: x + 1), "another stream"),
+        (lambda x: captured(lambda: x.sum().item()), "a graph cannot wait"),
+        (lambda x: captured(lambda: torch.ones(2, device="cuda:1")), "in no graph"),
+        (lambda x: x.numpy(), "no NumPy array"),
+    ],
+)
+def test_a_mistake_is_found(mistake, message, gpus):
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        mistake(torch.ones(2, device="cuda:0"))
+
+
+def test_a_graph_does_again_what_it_captured(gpus):
+    x = torch.zeros(2, device="cuda:0")
+    graph = captured(lambda: x.add_(1))
+    for n in (1, 2, 3):
+        graph.replay()
+        assert x.tolist() == [n, n]
+
+
+@pytest.mark.parametrize(
+    ("what", "num"),
+    [
+        (lambda x: x + 1, 0),
+        (lambda x: x.sum().item(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: x.masked_fill(x > 0, 1), 0),
+        (lambda x: torch.ones(2).to("cuda:0", non_blocking=True), 1),
+        (lambda x: torch.ones(2).pin_memory().to("cuda:0", non_blocking=True), 0),
+        (lambda x: torch.tensor([1.0], device="cuda:0"), 1),
+        (lambda x: devices.to_host({"x": x, "y": x}, x.device), 1),
+    ],
+)
+def test_what_waits_is_counted(what, num, gpus):
+    x = torch.ones(2, device="cuda:0")
+    what(x)
+    assert sum(gpus.waits.values()) == num
