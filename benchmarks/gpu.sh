@@ -6,7 +6,8 @@
 #     sh benchmarks/gpu.sh dist/gpu OUT [PART ...] # There: OUT/log.txt, gpu.json, warp.json
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
-# hangs costs no other. Without PART all but `compiled` run, in ten minutes at most.
+# hangs costs no other. Without PART all but `programs` (tests of whole runs) and `compiled`
+# run, in ten minutes at most.
 set -u
 wheels=$(realpath "$1")
 mkdir -p "$2"
@@ -22,11 +23,16 @@ run() { # Seconds at most, then a command.
     limit=$1
     shift
     echo "== $*" | tee -a "$out/log.txt"
-    timeout --kill-after=5 "$limit" "$@" > "$out/part.txt" 2>&1
+    # By Ctrl-C, after which pytest says what has failed so far.
+    timeout -s INT --kill-after=10 "$limit" "$@" > "$out/part.txt" 2>&1
     echo "exit code $?" >> "$out/part.txt"
     tail -n 25 "$out/part.txt"
     cat "$out/part.txt" >> "$out/log.txt"
     rm "$out/part.txt"
+}
+
+tests() { # Seconds at most, then whether tests of whole runs.
+    run "$1" python3 -m pytest -vv --tb=short -p no:cacheprovider -m "$2" tests/cuda.py
 }
 
 gpu() { # Parts of gpu.py.
@@ -43,12 +49,13 @@ for part in ${*:-machine tests warp inference learner runs}; do
         run 30 python3 -c "import ale_py, polybeast, torch, _libtorchbeast
 print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())"
         ;;
-    tests) run 140 python3 -m pytest -q -p no:cacheprovider tests/cuda.py ;;
+    tests) tests 140 "not slow" ;;
+    programs) tests 500 slow ;;
     warp) run 80 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
     inference) gpu 40 inference vtrace_us ;;
     learner) gpu 60 learner ;;
     compiled) gpu 300 compiled ;;
     runs) gpu 180 environments runs ;;
-    *) echo "$part: expected machine, tests, warp, inference, learner, compiled or runs" ;;
+    *) echo "$part: expected machine, tests, programs, warp, inference, learner, compiled or runs" ;;
     esac
 done
