@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from torchbeast import ranks, replay_files, storage
+from torchbeast import devices, ranks, replay_files, storage
 from torchbeast.flags import number
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
@@ -155,6 +155,7 @@ class Replay:
         [num_starts, B], which are drawn once they have priorities.
 
         Raises BadInput if there is not memory enough for a full ring."""
+        rollouts = devices.to_host(rollouts, self.device)
         if self._store is None:
             self._begin(rollouts)
         B = rollouts["done"].shape[1]

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 
-from torchbeast import machine, ranks
+from torchbeast import devices, machine, ranks
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 
@@ -68,23 +68,24 @@ class Store:
             tensor.take_beside({k: arrays[f"{path}/{k}"] for k in tensor.arrays(0)})
 
     def read(self, slots, starts, num_steps, device):
+        """Returns samples on the device. On a CPU the next ones take their place."""
         length = len(self._tensors["done"])
         times = torch.as_tensor(starts + np.arange(num_steps)[:, None])  # [W, B]
         after = times >= length
-        slots = torch.as_tensor(slots)
+        slots, pin = torch.as_tensor(slots), device.type != "cpu"
 
         def read(tensor):  # One time less of what act() returned.
             at = times if len(tensor) == length else times[:-1]
-            return tensor.read(at, slots, device)
+            return tensor.read(at, slots, pin)
 
         tensors = dict(self._tensors)
         core_state = tensors.pop("core_state")
         batch = map_structure(read, tensors)
-        batch["done"] |= after.to(device)
+        batch["done"] |= after
         batch["core_state"] = map_structure(
-            lambda tensor: tensor.first(slots, device), core_state
+            lambda tensor: tensor.first(slots, pin), core_state
         )
-        return batch
+        return devices.to_device(batch, device)
 
 
 class _Tensor:
@@ -115,20 +116,23 @@ class _Tensor:
         """Takes x [L, B, ...] into these slots. real: [L, B] bool, no padding."""
         self._data[slots] = x.transpose(0, 1)
 
-    def read(self, times, slots, device):
-        """Returns [W, B, ...]. times: [W, B], consecutive, slots: [B]."""
+    def read(self, times, slots, pin):
+        """Returns [W, B, ...], if `pin` in page-locked memory. times: [W, B],
+        consecutive, slots: [B]."""
         rows = slots * self._data.shape[1] + times.clamp(max=self._length - 1)
-        return self._take(rows.reshape(-1)).to(device).unflatten(0, times.shape)
+        return self._take(rows.reshape(-1), pin).unflatten(0, times.shape)
 
-    def _take(self, rows):
+    def _take(self, rows, pin):
         # Into the same memory again: new memory of this size would cost more than what
         # is copied into it.
         if self._taken is None or len(self._taken) != len(rows):
-            self._taken = self._rows.new_empty(len(rows), *self._rows.shape[1:])
+            shape, dtype = (len(rows), *self._rows.shape[1:]), self._rows.dtype
+            self._taken = torch.empty(shape, dtype=dtype, pin_memory=pin)
         return torch.index_select(self._rows, 0, rows, out=self._taken)
 
-    def first(self, slots, device):
-        return self._data[slots].transpose(0, 1).to(device)
+    def first(self, slots, pin):
+        x = self._data[slots].transpose(0, 1)
+        return x.pin_memory() if pin else x
 
 
 class _Frames(_Tensor):
@@ -209,9 +213,10 @@ class _Frames(_Tensor):
                 whole[i] = x[i, b].cpu()
             self._num_whole += len(whole) - before
 
-    def read(self, times, slots, device):
+    def read(self, times, slots, pin):
         k, times = self._k, times.clamp(max=self._length - 1)
-        stacks = self._take((slots * self._data.shape[1] + times).reshape(-1))
+        rows = (slots * self._data.shape[1] + times).reshape(-1)
+        stacks = self._take(rows, pin)
         stacks = stacks.view(*times.shape, k, *self._data.shape[2:])
         # The number of frames since the stack began, at most k.
         since = torch.full(times.shape, k)
@@ -222,7 +227,7 @@ class _Frames(_Tensor):
         for b, slot in enumerate(slots.tolist()):
             for t, stack in self._whole.get(slot, {}).items():
                 stacks[times[:, b] == t, b] = stack
-        return stacks.to(device)
+        return stacks
 
 
 def _kind(x):
