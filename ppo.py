@@ -198,8 +198,8 @@ class Agent(agents.Agent):
         following = self.flags.gae_lambda * following
         following += outputs["baseline"][1:]
         advantage = torch.where(real, rewards + discounts * following - value, 0)
-        moments = RunningStatistics((3,)).to(target.device)
-        moments.update(torch.stack([advantage, target, target - value], -1)[real])
+        moments = RunningStatistics((3,), target.device)
+        moments.update(torch.stack([advantage, target, target - value], -1), real)
         mean, variance = moments.mean.float(), moments.variance.float()
         advantage = (advantage - mean[0]) / (variance[0].sqrt() + 1e-8)
         unexplained = (variance[2] + mean[2].square()) / variance[1].clamp(min=1e-8)

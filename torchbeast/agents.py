@@ -12,7 +12,6 @@ from torchbeast import distributions, encoders, normalization, replay_files, rol
 from torchbeast.checkpoint import load_weights
 from torchbeast.flags import fill_in, number
 from torchbeast.messages import BadInput
-from torchbeast.nests import map_structure
 from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
 from torchbeast.optimizers import load_optimizer
 
@@ -224,9 +223,7 @@ class Agent:
         """Takes the batch into the statistics that observations and rewards are
         normalised by."""
         if isinstance(getattr(self.net, "encoder", None), NormalizedEncoder):
-            new = rollouts.new(batch)
-            observation = map_structure(lambda x: x[new], batch["observation"])
-            self.net.encoder.update(observation)
+            self.net.encoder.update(batch["observation"], rollouts.new(batch))
         if self.normalized_rewards is not None:
             self.normalized_rewards.update(batch, batch["core_state"][1])
 

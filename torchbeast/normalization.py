@@ -39,20 +39,29 @@ class RunningStatistics(nn.Module):
     """The mean and variance, of this shape, of all x so far: mean 0 and variance 1 at
     first."""
 
-    def __init__(self, shape=()):
+    def __init__(self, shape=(), device=None):
         super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+        kwargs = dict(dtype=torch.float64, device=device)
+        self.register_buffer("count", torch.zeros((), **kwargs))
+        self.register_buffer("mean", torch.zeros(shape, **kwargs))
+        self.register_buffer("variance", torch.ones(shape, **kwargs))
 
     @torch.no_grad()
-    def update(self, x):
-        """Takes in x [N, *shape], with those of all ranks."""
+    def update(self, x, counted=None):
+        """Takes in x [N, *shape], with those of all ranks; of x [T, B, *shape] those
+        that are counted [T, B] bool. (A GPU would wait for x[counted].)"""
+        dims = list(range(x.dim() - self.mean.dim()))
+        if counted is not None:
+            counted = counted.reshape(*counted.shape, *(1 for _ in self.mean.shape))
+
+        def total(x):
+            return (x if counted is None else torch.where(counted, x, 0)).sum(dims)
+
         difference = x.double().clamp(-LARGEST, LARGEST) - self.mean
-        n = torch.full_like(self.mean, len(x))
-        n, first = sum_of_ranks(torch.stack([n, difference.sum(0)]))
+        n = total(torch.ones_like(difference))
+        n, first = sum_of_ranks(torch.stack([n, total(difference)]))
         shift = first / n.clamp(min=1)
-        second = sum_of_ranks((difference - shift).square().sum(0))
+        second = sum_of_ranks(total((difference - shift).square()))
         # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
         # computing sample variances" (1979).
         total = (self.count + n).clamp(min=1)
@@ -98,10 +107,10 @@ class NormalizedEncoder(nn.Module):
         statistics = iter(self.statistics)
         return self.encoder(self._map(lambda x: next(statistics)(x), observation))
 
-    def update(self, observation):
-        """Takes in observations [N, ...]."""
+    def update(self, observation, counted=None):
+        """Takes in observations, as RunningStatistics.update() does."""
         statistics = iter(self.statistics)
-        self._map(lambda x: next(statistics).update(x), observation)
+        self._map(lambda x: next(statistics).update(x, counted), observation)
 
     def _numbers(self, space):
         """The parts of a space that are normalised, in order."""
@@ -156,7 +165,7 @@ class NormalizedRewards(nn.Module):
     def update(self, batch, state):
         """Takes in a batch [T + 1, B, ...]. Its first step was in the one before."""
         returns = self.returns(batch, state)[1:]
-        self.statistics.update(returns[rollouts.real(batch)])
+        self.statistics.update(returns, rollouts.real(batch))
 
     def forward(self, rewards):
         return (rewards * self.statistics.scale()).clamp(-LIMIT, LIMIT).float()
