@@ -53,7 +53,7 @@ def test_a_gpu_that_pytorch_has_no_kernels_for_is_refused_in_one_line(monkeypatc
             "mps",
             "--learner_device mps: statistics are float64, which MPS does not have",
         ),
-        ("gpu", "--learner_device gpu: expected cpu, cuda, cuda:N, xpu or xpu:N"),
+        ("gpu", "--learner_device gpu: expected cpu, cuda or xpu, or cuda:N or xpu:N"),
         ("xpu", "--learner_device xpu: "),
     ],
 )

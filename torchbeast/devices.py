@@ -59,7 +59,9 @@ def get_device(flags, flag):
             "expected cpu"
         )
     if not re.fullmatch(r"cpu|(cuda|xpu)(:[0-9]{1,2})?", name):
-        raise BadInput(f"--{flag} {name}: expected cpu, cuda, cuda:N, xpu or xpu:N")
+        raise BadInput(
+            f"--{flag} {name}: expected cpu, cuda or xpu, or cuda:N or xpu:N"
+        )
     try:
         x = torch.ones(1, device=name)
         (x + x).item()  # PyTorch may have no kernels for this GPU.
