@@ -179,6 +179,7 @@ def test_hosts_follow_a_learner_whose_address_is_in_a_file(savedir, tmp_path):
 # What goes wrong.
 
 
+@pytest.mark.slow
 @pytest.mark.survives("environment-raises")
 def test_a_hosts_traceback_reaches_the_learners_log(savedir):
     address = here()
@@ -305,6 +306,7 @@ def test_a_host_that_is_killed_leaves_nothing_and_its_streams_go(savedir):
 # Who may connect.
 
 
+@pytest.mark.slow
 @pytest.mark.survives("no-certificate")
 def test_hosts_and_learner_know_each_other_by_two_authorities(certs, savedir):
     address = here()

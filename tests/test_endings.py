@@ -18,9 +18,9 @@ from tests.programs import (
     TIMEOUT_S,
     Program,
     args,
-    both,
     load,
     marked,
+    poly_first,
     read_logs,
     wait_for_steps,
 )
@@ -59,7 +59,9 @@ def simulator():
 
 
 @pytest.mark.survives("signal")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=slow)]
+)
 def test_a_signal_that_a_simulator_gets_too_ends_a_serial_run_in_order(
     savedir, simulator, signum
 ):
@@ -74,7 +76,7 @@ def test_a_signal_that_a_simulator_gets_too_ends_a_serial_run_in_order(
 
 
 @pytest.mark.survives("signal")
-@both
+@poly_first
 def test_nor_is_it_a_fault_of_actors_or_servers(savedir, simulator, module):
     """A service manager sends SIGTERM to all processes of a service."""
     others = ("--max_actor_restarts", 0) if module == "monobeast" else ()
@@ -101,7 +103,7 @@ def moment(module, others, workers, number, signum, *marks):
     ("module", "others", "workers", "number", "signum"),
     [
         moment("monobeast", SERIAL, 0, 3, signal.SIGINT),
-        moment("monobeast", (), 1, 3, signal.SIGINT),
+        moment("monobeast", (), 1, 3, signal.SIGINT, slow),
         moment("polybeast", (), 1, 3, signal.SIGINT),
         moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, slow),
         moment("monobeast", SERIAL, 0, 6, signal.SIGINT, slow),

@@ -4,13 +4,12 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 import torch
 
 import monobeast
 import polybeast_env
-from tests.programs import main, read_logs
+from tests.programs import Program, args, mono_first, read_logs, wait_for_steps
 from torchbeast.environment import probe
 from torchbeast.evaluation import Evaluator
 from torchbeast.messages import log
@@ -142,17 +141,14 @@ def test_it_ends_when_the_learner_is_gone():
     assert evaluator._process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
+@mono_first
 def test_runs_log_it_and_leave_no_process(module, tmp_path):
-    args = ["--env", CATCH, "--savedir", tmp_path, "--xpid", "x"]
-    size = ["--num_actors", 1] if module == "monobeast" else ["--num_servers", 1]
-    result = main(
-        *args, *size, "--total_steps", 30_000, "--eval_interval_steps", 500,
-        "--num_test_episodes", 2, "--log_interval_steps", 500, module=module,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    options = "--eval_interval_steps", 500, "--num_test_episodes", 2
+    options += "--log_interval_steps", 500
+    with Program(*args(module, tmp_path, *options, env=CATCH), module=module) as run:
+        run.wait_for("2 episodes, mean return")
+        wait_for_steps(tmp_path, 1000)
+        run.signal(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM
     rows = [row for row in read_logs(tmp_path / "x") if row["eval_return"]]
     assert rows and all(-1 <= float(row["eval_return"]) <= 1 for row in rows)
-    assert "2 episodes, mean return" in result.stderr + result.stdout
-    left = psutil.Process().children(recursive=True)
-    assert not [p for p in left if "spawn_main" in " ".join(p.cmdline())]

@@ -68,7 +68,7 @@ def play(path, kind):
     return list(map(int, actions)), float(score)
 
 
-@pytest.mark.parametrize("agent", PLAY)
+@pytest.mark.parametrize("agent", ["LSTM", pytest.param("PPO", marks=pytest.mark.slow)])
 def test_the_script_plays_a_whole_game_as_the_agent_does(agent, tmp_path):
     train(tmp_path, *PLAY[agent])
     assert write(tmp_path, "agent.pt2") == 0

@@ -87,11 +87,11 @@ QUICK = [
     ("catch", "servers"),
     ("memory", "serial"),
     ("masked", "servers"),
-    ("ppo_mixed", "serial"),
-    ("dqn_catch", "serial"),
     ("pqn_catch", "serial"),
 ]
 SLOW = [
+    ("ppo_mixed", "serial"),
+    ("dqn_catch", "serial"),
     ("catch", "actors"),
     ("cartpole", "actors"),
     ("ppo_masked", "actors"),
@@ -151,22 +151,29 @@ XOR = {  # Flags, and steps to learn it in.
         8000,
     ),
 }  # fmt: skip
-QUICK_XOR = [
-    ("polybeast", "discrete", "number"),
-    ("ppo", "binary", "number"),
-    ("pqn", "image", "discrete"),
+PAIRS = list(itertools.combinations_with_replacement(KINDS, 2))
+QUICK_XOR = [("polybeast", "number", "discrete"), ("ppo", "number", "binary")]
+# Each pair by the quickest agent, and each agent with one.
+SLOW_XOR = [("polybeast", *pair) for pair in PAIRS]
+SLOW_XOR += [
+    ("pqn", "discrete", "image"),
     ("r2d2", "discrete", "integers"),
     ("sac", "number", "binary"),
 ]
 
 
+def xor_marks(run):
+    if run in QUICK_XOR:
+        return []
+    return pytest.mark.slow if run in SLOW_XOR else pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("agent", "first", "second"),
     [
-        pytest.param(agent, *pair, marks=[] if quick else pytest.mark.slow)
+        pytest.param(agent, *pair, marks=xor_marks((agent, *pair)))
         for agent in XOR
-        for pair in itertools.combinations_with_replacement(KINDS, 2)
-        for quick in [(agent, *pair) in QUICK_XOR or (agent, *pair[::-1]) in QUICK_XOR]
+        for pair in PAIRS
     ],
 )
 def test_entries_of_a_dict_are_learned_from_together(agent, first, second, tmp_path):

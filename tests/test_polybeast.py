@@ -228,6 +228,7 @@ def test_a_start_leaves_finished_runs_in_the_temporary_directory():
     assert sorted(p.name for p in directory.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_stream_may_have_a_thousand_environments_and_more(savedir):
     flags = ("--num_servers", 1, "--envs_per_server", 1500, "--unroll_length", 2)
     result = main(*small_run(savedir, *flags, steps=6000), module="polybeast")
@@ -344,6 +345,7 @@ def test_bad_input_is_one_line(flags, message, savedir):
     assert not savedir.exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_before_its_servers_have_ended(tmp_path):
     """One that does not end is killed after ten seconds, which a batch system may not
     have."""

@@ -442,6 +442,7 @@ def test_a_server_does_not_take_the_socket_of_another_one(tmp_path):
         client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.survives("environment-starts-processes")
 def test_a_server_whose_environments_fork_at_the_same_time_lives_on(tmp_path):
     address = f"unix:{tmp_path}/socket"

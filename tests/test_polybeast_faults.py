@@ -131,6 +131,7 @@ def test_what_is_delivered_is_learned_from_whatever_environments_raise(tmp_path)
         assert line.endswith("RuntimeError: the ball went through the floor")
 
 
+@pytest.mark.slow
 @pytest.mark.survives("environment-slow")
 def test_a_slow_server_costs_its_share_and_no_more(tmp_path):
     ports = [free_port() for _ in range(4)]

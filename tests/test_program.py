@@ -242,6 +242,7 @@ def test_killed_actor_is_replaced_and_training_goes_on(savedir):
     assert steps == list(range(40, steps[-1] + 1, 40))
 
 
+@pytest.mark.slow
 def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
     """What it forked keeps the actor's end of the pipe open."""
     with Program(

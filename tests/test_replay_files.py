@@ -124,6 +124,7 @@ def run(path, steps, *args):
     return main(*args, "--total_steps", steps, "--log_interval_steps", 1)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_the_replay(tmp_path):
     assert run(tmp_path, 1500, "--save_replay").returncode == 0
     result = run(tmp_path, 3000, "--save_replay")

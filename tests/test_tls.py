@@ -237,6 +237,7 @@ def test_learners_train_over_tls_and_nobody_else_is_let_in(certs, tmp_path):
     assert "no stream" not in learner.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("no-certificate")
 def test_the_learner_says_why_it_does_not_connect_and_trains_with_the_others(
     certs, tmp_path

@@ -160,6 +160,7 @@ def test_nested_actions_are_learned(tmp_path):
           "--num_minibatches", 2)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_other_programs_train_in_the_same_environments(tmp_path):
     for module in "monobeast", "polybeast":
         flags = ["--num_actors", 1] if module == "monobeast" else ["--num_servers", 1]
