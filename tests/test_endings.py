@@ -133,9 +133,10 @@ def test_environments_are_closed_after_a_signal_that_comes_while_they_are_made(
 def test_the_environment_of_an_evaluation_is_closed_when_the_run_ends(
     savedir, simulator
 ):
-    flags = simulator.args("monobeast", savedir, *SERIAL, "--eval_interval_steps", 40)
+    others = *SERIAL, "--eval_interval_steps", 40, "--num_test_episodes", 1
+    flags = simulator.args("monobeast", savedir, *others)
     with Program(*flags) as program:
-        program.wait_for("episodes, mean return")
+        program.wait_for(", mean return")
         program.signal(signal.SIGTERM)
         assert program.end() == 128 + signal.SIGTERM
     assert not simulator.files()
