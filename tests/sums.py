@@ -45,7 +45,7 @@ def gradients(batch, reduction):
 
 def importance(priorities, items=None):
     """Of samples from a replay, of these items if there are any: (weights, items)."""
-    ring = Replay(len(priorities), 1, 2, "cpu")
+    ring = Replay(len(priorities), 1, 2, torch.device("cpu"))
     done = torch.zeros(2, len(priorities), dtype=torch.bool)
     added = ring.add({"done": done, "core_state": ()})
     ring.set_priorities(added, priorities)

@@ -241,6 +241,7 @@ def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
         end(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.survives("too-many-connections")
 def test_connections_that_are_too_many_are_hung_up_on_and_training_goes_on(savedir):
     address = here()

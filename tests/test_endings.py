@@ -102,7 +102,7 @@ def moment(module, others, workers, number, signum, *marks):
 @pytest.mark.parametrize(
     ("module", "others", "workers", "number", "signum"),
     [
-        moment("monobeast", SERIAL, 0, 3, signal.SIGINT),
+        moment("monobeast", SERIAL, 0, 3, signal.SIGINT, slow),
         moment("monobeast", (), 1, 3, signal.SIGINT, slow),
         moment("polybeast", (), 1, 3, signal.SIGINT),
         moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, slow),

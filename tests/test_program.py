@@ -314,6 +314,7 @@ class Agent(polybeast.Agent):
     assert "KeyError: 'my key'" in (savedir / "x" / "out.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.survives("environment-raises")
 def test_an_actor_that_dies_now_and_then_does_not_end_the_run(savedir):
     flags = ("--max_actor_restarts", 1)
@@ -385,7 +386,9 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(savedir, star
 
 
 @pytest.mark.survives("signal")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_saves_and_ends_within_seconds_and_actors_do_not_see_it(
     savedir, signum
 ):

@@ -506,13 +506,12 @@ def ratio_of(savedir):
     return float(rows[-1]["replay_ratio"]), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "ratio"),
     [
         pytest.param("CartPole-v1", 16, id="slow learner"),
-        pytest.param(
-            "tests.faulty_envs:Quick-v0", 1, id="slow actors", marks=pytest.mark.slow
-        ),
+        pytest.param("tests.faulty_envs:Quick-v0", 1, id="slow actors"),
     ],
 )
 def test_a_program_keeps_the_ratio_and_survives_a_killed_actor(tmp_path, env, ratio):
@@ -529,6 +528,7 @@ def test_a_program_keeps_the_ratio_and_survives_a_killed_actor(tmp_path, env, ra
     assert all(float(row["replay_age"]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 @poly_first
 def test_a_signal_does_not_wait_for_all_gradient_steps_that_are_due(tmp_path, module):
     args = ["--agent", "r2d2", *DQN, "--env", "CartPole-v1", "--xpid", "x", "--savedir"]

@@ -69,6 +69,7 @@ def test_ranks_of_one_host_listen_on_loopback_whatever_address_the_host_has(tmp_
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(savedir):
     result = run(*serial(savedir, steps=800), ranks=2)
     assert result.returncode == 0, result.stderr
@@ -195,14 +196,18 @@ def test_a_second_signal_ends_a_rank_that_waits_for_one_that_is_stopped(
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("raises", "rank 1: KeyError: 'nothing'"),
+        pytest.param("raises", "rank 1: KeyError: 'nothing'", marks=pytest.mark.slow),
         pytest.param("exits", "rank 1: SystemExit: enough", marks=pytest.mark.slow),
         (
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
         pytest.param("refuses", "error: not on this host", marks=pytest.mark.slow),
-        ("adds", r"the statistic extra is \[\] on rank 1, missing on rank 0"),
+        pytest.param(
+            "adds",
+            r"the statistic extra is \[\] on rank 1, missing on rank 0",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "renames",
             r"the statistic extra is \[\] on rank 1, missing on rank 0",

@@ -104,7 +104,7 @@ class Evaluator:
 
 def _evaluate(create_env, flags, connection):
     lead_group()
-    os.nice(10)  # Not 19: on busy cores it would not get far.
+    os.nice(5)  # Not more: on busy cores it would not get far.
     setup_logging()
     torch.set_num_threads(1)
     newest, arrived = [], threading.Event()
