@@ -111,7 +111,7 @@ bench: setup
 	$(python) benchmarks/throughput.py --rounds 1 --seconds 20 --limit_seconds 1.5 $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.so *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.so *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp file is newer than what was installed for it. The environment is made anew if

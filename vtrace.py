@@ -20,7 +20,7 @@ An episode that ended at x_{s+1} has discounts[s] = 0 (terminated), or is bootst
 from V(x_{s+1}) (truncated), which needs no argument at all.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def from_logits(
     values: Tensor,  # [T, B]
     bootstrap_value: Tensor,  # [B]
     mask: Tensor | None = None,  # [T, B] bool
-    **thresholds: float | None,  # As of from_importance_weights.
+    **thresholds: Any,  # As of from_importance_weights.
 ) -> VTraceFromLogitsReturns:
     """V-trace for softmax policies. The arguments of from_importance_weights, with
     log_rhos computed from both policies' logits."""
@@ -110,7 +110,7 @@ def from_log_probs(
     values: Tensor,  # [T, B]
     bootstrap_value: Tensor,  # [B]
     mask: Tensor | None = None,  # [T, B] bool
-    **thresholds: float | None,  # As of from_importance_weights.
+    **thresholds: Any,  # As of from_importance_weights.
 ) -> VTraceFromLogitsReturns:
     """V-trace for any policy and any kind of action: it needs only the actions'
     log-probabilities, or log-densities."""
@@ -236,7 +236,7 @@ def compute_losses(
     entropy_cost: float,
     reduction: str = "sum",
     ratio_clipping: float = 0.0,  # PPO's epsilon. 0: none.
-    **thresholds: float | None,  # As of from_importance_weights.
+    **thresholds: Any,  # As of from_importance_weights.
 ) -> Losses:
     """IMPALA's loss for any policy: V-trace, the three losses, and their sum.
 

@@ -40,7 +40,7 @@ import os
 import re
 import time
 import traceback
-from multiprocessing.process import ORIGINAL_DIR
+from multiprocessing.process import ORIGINAL_DIR  # type: ignore[attr-defined]
 
 import gymnasium
 import numpy as np
