@@ -144,12 +144,13 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
 	touch $@
 
 # What slow tests need: Kubernetes' schemas, Triton's interpreter, EnvPool, ONNX, trackers,
-# and Optuna.
+# Optuna, and what executes a notebook.
 $(VENV)/.slow: $(VENV)/.dev
 	$(python) -m pip install --quiet --disable-pip-version-check \
 		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0 \
 		envpool==1.2.5 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0 \
-		wandb==0.31.0 mlflow-skinny==3.17.2 optuna==5.0.0
+		wandb==0.31.0 mlflow-skinny==3.17.2 optuna==5.0.0 \
+		nbclient==0.11.0 ipykernel==7.4.0
 	touch $@
 
 # What long tests need: the engines that fleets run on.

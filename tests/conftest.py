@@ -5,12 +5,13 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 
 import pytest
 import torch
 
-from tests.programs import args, main
+from tests.programs import ROOT, args, main
 from tests.supervisor import supervise_this_process
 
 # Tests run beside each other: threads that wait for threads are in their way.
@@ -56,6 +57,20 @@ def made_once(tmp_path_factory):
         return path
 
     return made_once
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A copy of the working tree, a repository of its own."""
+    copy = tmp_path / "torchbeast"
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")
+    for name in [*filter(None, names), *(p.name for p in ROOT.glob("_lib*.so"))]:
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    subprocess.run(["git", "init", "-q", copy], check=True)
+    return copy
 
 
 @pytest.fixture

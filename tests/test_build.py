@@ -1,5 +1,6 @@
 """libtorchbeast as it is installed: where nothing can be built, and as a wheel."""
 
+import contextlib
 import glob
 import os
 import re
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from importlib.metadata import version
 
 import pytest
 
@@ -115,29 +115,77 @@ def test_make_does_not_replace_a_directory_that_it_has_not_made(source, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
-@pytest.mark.slow
-def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(source, tmp_path):
-    result = shell(
-        "make", "wheel", f"PYTHONS={sys.executable}", f"VENV={sys.prefix}", cwd=source,
-    )  # fmt: skip
+OURS = "{}.{}".format(*sys.version_info)
+
+
+def pythons():
+    """{version: interpreter} of those that `make wheel` is for, and that are here."""
+    line = re.search(r"^PYTHONS \?= (.*)", (ROOT / "Makefile").read_text(), re.M)[1]
+    found = {OURS: sys.executable}
+    for name in line.split():
+        version = name.removeprefix("python")
+        others = f"~/.pyenv/versions/{version}.*/bin/python"
+        for path in [name, *glob.glob(os.path.expanduser(others))]:
+            with contextlib.suppress(OSError):
+                if shell(path, "-c", "").returncode == 0:
+                    found.setdefault(version, path)
+    return found
+
+
+# PyTorch's standard build has several GB, so the others are left to make test-long.
+each_python = pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x == OURS else pytest.mark.long)
+        for x in ("3.10", "3.11", "3.12", "3.13")
+    ],
+)
+
+
+@pytest.fixture
+def wheel(python, source, made_once):
+    """The wheel for a Python, of `make wheel`."""
+    if python not in (found := pythons()):
+        pytest.skip(f"no Python {python} here")
+
+    def make(path):
+        flags = f"PYTHONS={found[python]}", f"VENV={sys.prefix}"
+        result = shell("make", "wheel", *flags, cwd=source)
+        assert result.returncode == 0, result.stdout
+        shutil.copytree(source / "build/wheels", path / "built")
+        [wheel] = (source / "dist").glob(f"*-cp{python.replace('.', '')}-*.whl")
+        shutil.copy(wheel, path)
+
+    [wheel] = made_once(f"wheel-{python}", make).glob("*.whl")
+    return wheel
+
+
+@pytest.fixture
+def empty(python, tmp_path):
+    """The python of an empty virtual environment."""
+    result = shell(pythons()[python], "-m", "venv", tmp_path / "venv")
     assert result.returncode == 0, result.stdout
-    [wheel] = (source / "build/wheels").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    return tmp_path / "venv/bin/python"
+
+
+def install(python, *args):
+    words = "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *args
+    result = shell(python, *words)
+    assert result.returncode == 0, result.stdout
+
+
+@each_python
+def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(wheel, empty, tmp_path):
+    [built] = (wheel.parent / "built").glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
         names = {name.partition("/")[0] for name in archive.namelist()}
     others = names - TOP_LEVEL
     assert names >= TOP_LEVEL and len(others) == 2
     assert any(re.fullmatch(r"_libtorchbeast\..*\.so", name) for name in others)
     assert any(name.endswith(".dist-info") for name in others)
-    [wheel] = (source / "dist").glob("*.whl")
     assert "manylinux" in wheel.name
-
-    venv = tmp_path / "venv"
-    assert shell(sys.executable, "-m", "venv", venv).returncode == 0
-    python = venv / "bin" / "python"
-    others = [f"{name}=={version(name)}" for name in ("numpy", "pytest")]
-    for args in (["--no-deps", wheel], others):
-        result = shell(python, "-m", "pip", "install", "--quiet", *args)
-        assert result.returncode == 0, result.stdout
+    install(empty, "--no-deps", wheel)
+    install(empty, "--constraint", ROOT / "requirements-dev.txt", "numpy", "pytest")
 
     # The system's own libraries become empty files, in this process' view alone.
     system = [
@@ -160,9 +208,40 @@ def test_the_wheel_works_where_there_is_no_grpc_and_no_torch(source, tmp_path):
     for name in QUEUE_TESTS:
         shutil.copy(ROOT / "tests" / name, tests)
     hide = "\n".join(f"mount --bind /dev/null '{path}'" for path in system)
-    script = f"set -e\n{hide}\nexec '{python}' -m pytest -q -s '{tests}'"
+    script = f"set -e\n{hide}\nexec '{empty}' -m pytest -q -s '{tests}'"
     result = shell(*unshare, "bash", "-c", script, cwd=tests)
     assert result.returncode == 0, result.stdout
     [loaded] = [line for line in result.stdout.splitlines() if "loaded:" in line]
     libraries = loaded.split("loaded:")[1].split()
-    assert libraries and all(path.startswith(str(venv)) for path in libraries)
+    assert libraries and all(path.startswith(f"{tmp_path}/venv") for path in libraries)
+
+
+# What a user types first, each in the same folder. The last two read what the first
+# ones have left.
+COMMANDS = """
+-m monobeast --env CartPole-v1 --total_steps 5000 --xpid mono
+-m polybeast --env CartPole-v1 --total_steps 5000 --xpid poly --num_servers 1
+-m monobeast --agent ppo --env CartPole-v1 --total_steps 5000 --xpid ppo
+-m torchbeast.launch --seed 1,2 -- {python} -m monobeast {small}
+-m monobeast --mode test --xpid mono --num_test_episodes 2
+-m torchbeast.plot {logs}/seed=1 {logs}/seed=2 --out seeds.png
+"""
+
+
+@each_python
+@pytest.mark.long
+def test_the_wheel_is_all_that_is_needed_in_an_empty_folder(wheel, empty, tmp_path):
+    install(empty, "--constraint", ROOT / "requirements.txt", wheel)
+    (tmp_path / "empty").mkdir()
+    env = {"HOME": str(tmp_path), "PYTHONPATH": ""}
+    commands = COMMANDS.format(
+        python=empty, small="--env CartPole-v1 --total_steps 900",
+        logs=tmp_path / "logs/torchbeast",
+    )  # fmt: skip
+    for line in commands.strip().splitlines():
+        result = shell(empty, *line.split(), cwd=tmp_path / "empty", env=env)
+        assert result.returncode == 0, result.stdout
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["seeds.png"]
+    code = "import monobeast, torchbeast; print(monobeast.__file__)"
+    where = shell(empty, "-c", code, cwd=tmp_path / "empty", env=env).stdout
+    assert where.startswith(f"{tmp_path}/venv/")

@@ -107,9 +107,72 @@ def test_agents_with_numbers_are_written(agent, tmp_path):
     assert action.shape == (1, 1) and np.abs(action.numpy()).max() <= 2
 
 
+# Small checkpoints.
+
+TESTED = "--mode", "test", "--num_test_episodes", 5, "--greedy", "--seed", 1
+
+
+def played(*args, module="monobeast"):
+    """The returns of five games."""
+    result = main(*TESTED, *args, module=module)
+    assert result.returncode == 0, result.stderr
+    return re.findall(r": return ([-0-9.]+), ", result.stdout)
+
+
+@pytest.mark.parametrize("agent", PLAY)
+def test_a_small_checkpoint_plays_the_games_of_the_large_one(agent, tmp_path):
+    train(tmp_path, *PLAY[agent])
+    assert write(tmp_path, "small.tar") == 0
+    large, small = tmp_path / "x/model.tar", tmp_path / "small.tar"
+    assert small.stat().st_size < large.stat().st_size / 3
+    state = torch.load(small, weights_only=True)
+    assert str(tmp_path) not in str(state["flags"])
+    dtypes = {x.dtype for x in state["agent"]["model"].values()}
+    assert dtypes <= {torch.float16, torch.float64} and torch.float16 in dtypes
+    assert played("--checkpoint", small) == played("--checkpoint", large)
+
+
+def test_a_small_checkpoint_has_all_policies_of_warpbeast(tmp_path):
+    flags = "--env", "warp/Catch", "--num_envs", 4, "--total_steps", 400
+    flags += "--savedir", tmp_path, "--xpid", "x", "--seed", 1
+    assert main(*flags, module="warpbeast").returncode == 0
+    assert write(tmp_path, "small.tar") == 0
+    files = tmp_path / "small.tar", tmp_path / "x/model.tar"
+    small, large = (played("--checkpoint", x, module="warpbeast") for x in files)
+    assert small == large
+
+
+def test_a_small_checkpoint_does_not_resume(tmp_path, capsys):
+    train(tmp_path)
+    assert write(tmp_path, "x/model.tar") == 0
+    words = "--savedir", tmp_path, "--xpid", "x", "--env", "CartPole-v1"
+    result = main(*words, "--num_actors", 0)
+    assert result.returncode == 2 and "lacks the agent's 'optimizer'" in result.stderr
+
+
+def test_weights_that_float16_cannot_hold_stay_as_they_are():
+    large, small = torch.tensor([1.0, 1e6]), torch.tensor([1.0, 0.1])
+    count = torch.tensor(1e9, dtype=torch.float64)
+    state = {"model": {"large": large, "small": small, "count": count}, "step": 1}
+    written = export.weights(state)["model"]
+    assert written["large"] is large and written["count"] is count
+    assert written["small"].dtype == torch.float16
+
+
+@pytest.mark.slow
+def test_a_trained_agent_plays_as_well_from_a_small_checkpoint(tmp_path):
+    train(tmp_path, env="tests.envs:torchbeast/Catch-v0", steps=60_000)
+    assert write(tmp_path, "small.tar") == 0
+    assert (tmp_path / "small.tar").stat().st_size < 200_000
+    assert played("--checkpoint", tmp_path / "small.tar") == ["1"] * 5
+
+
 def test_another_kind_of_file_is_refused(tmp_path, capsys):
     assert write(tmp_path, "agent.zip") == 2
-    assert "agent.zip: expected a name that ends in .pt2" in capsys.readouterr().err
+    assert (
+        "agent.zip: expected a name that ends in .pt2, .onnx or .tar"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path, capsys):

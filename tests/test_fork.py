@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import types
@@ -18,19 +17,11 @@ from torchbeast.environment import Environment, make
 
 
 @pytest.fixture
-def copy(tmp_path):
-    """A copy of the repository, and its home directory."""
-    copy = tmp_path / "torchbeast"
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")
-    for name in [*filter(None, names), *(p.name for p in ROOT.glob("_lib*.so"))]:
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-    subprocess.run(["git", "init", "-q", copy], check=True)
+def copy(repository):
+    """A copy of the repository, with the edit of the document beside its files."""
     [diff] = blocks()["diff"]
-    (copy / "edit.diff").write_text(diff)
-    return copy
+    (repository / "edit.diff").write_text(diff)
+    return repository
 
 
 def follow(copy, script):

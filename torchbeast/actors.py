@@ -109,6 +109,8 @@ def check_limits(flags, specs, model):
     try:
         torch.zeros(1).share_memory_()
         available = shutil.disk_usage("/dev/shm").free
+    except FileNotFoundError:  # Not Linux: shared memory has no limit of its own.
+        return
     except (RuntimeError, OSError) as e:
         message = f"shared memory cannot be used: /dev/shm: {first_line(e)}"
         raise BadInput(message) from e

@@ -13,6 +13,9 @@ last_action [B, ...] and, where there are masks, action_mask [B, C], as
 torchbeast/environment.py describes them; action [B, ...] is the most probable one, or
 the most valuable. The file has examples of step and core_state, those before a first
 step. docs/experiments.md shows how to use both.
+
+A file.tar is a small checkpoint, with the weights in float16 and nothing that only
+learning needs. --mode test --checkpoint FILE plays it.
 """
 
 import argparse
@@ -46,7 +49,7 @@ def parser():
     )
     # fmt: off
     p.add_argument("--out", metavar="FILE", type=path, required=True,
-                   help="file to write, .pt2 or .onnx")
+                   help="file to write, .pt2, .onnx or .tar")
     p.add_argument("--xpid", metavar="NAME", help="run whose model.tar is written "
                    "(default: the newest)")
     p.add_argument("--savedir", metavar="DIR", type=path, default="~/logs/torchbeast",
@@ -75,13 +78,19 @@ class Acting(nn.Module):
         return map_structure(lambda x: x[0], outputs["action"]), core_state
 
 
+def find(flags):
+    """Returns (the path of a checkpoint, what is in it, its flags of environment and
+    agent)."""
+    given = run_parser().parse_args(["--mode", "test"])
+    vars(given).update({k: vars(flags)[k] for k in ("xpid", "savedir", "checkpoint")})
+    path = run.checkpoint_path(given)
+    return path, checkpoint.load(path), flags_of_checkpoint(given)
+
+
 def load(flags):
     """Returns (the agent of a checkpoint, a first step of its environment, what a file
     says of itself)."""
-    given = run_parser().parse_args(["--mode", "test"])
-    vars(given).update({k: vars(flags)[k] for k in ("xpid", "savedir", "checkpoint")})
-    where = run.checkpoint_path(given)
-    saved, own = checkpoint.load(where), flags_of_checkpoint(given)
+    where, saved, own = find(flags)
     agent = saved["flags"].get("agent", "polybeast")
     # By name: the program that trained it knows its flags.
     program = importlib.import_module(saved["flags"].get("command", ["monobeast"])[0])
@@ -110,8 +119,13 @@ def load(flags):
 def export(flags):
     """Writes the file. Returns the exit code."""
     kind = flags.out.rpartition(".")[2]
-    if kind not in ("pt2", "onnx"):
-        raise BadInput(f"--out {flags.out}: expected a name that ends in .pt2 or .onnx")
+    if kind not in ("pt2", "onnx", "tar"):
+        raise BadInput(
+            f"--out {flags.out}: expected a name that ends in .pt2, .onnx or .tar"
+        )
+    if kind == "tar":
+        write_small(*find(flags)[1:], pathlib.Path(flags.out))
+        return 0
     agent, step, about = load(flags)
     acting = Acting(agent).eval()
     inputs = step, agent.initial_state(len(step["reward"]))
@@ -127,6 +141,29 @@ def export(flags):
         write_atomically(pathlib.Path(flags.out), buffer.getbuffer())
     print(f"{flags.out}: {json.dumps(about)}")
     return 0
+
+
+def write_small(saved, own, out):
+    """Writes what of a checkpoint plays. own: its flags of environment and agent."""
+    agent = saved["flags"].get("agent", "polybeast")
+    own |= {"agent": agent, "command": own.get("command", ["monobeast"])[:1]}
+    state, step = weights(saved.get("agent", saved)), saved["step"]
+    checkpoint.write(out, {"agent": state, "flags": own, "step": step})
+    size = f"{out.stat().st_size:,} bytes"
+    print(f"{out}: --env {own['env']} --agent {agent}, step {step}, {size}")
+
+
+def weights(state):
+    """Returns the weights in an agent's state_dict(), or in those of several policies,
+    as float16. Running statistics, which are float64, stay so."""
+
+    def small(x):
+        half = x.half() if x.dtype == torch.float32 else x
+        return half if half.isfinite().all() else x
+
+    if "model" in state:
+        return {"model": {name: small(x) for name, x in state["model"].items()}}
+    return {policy: weights(x) for policy, x in state.items()}
 
 
 def write_onnx(program, inputs, outputs, about, out):

@@ -23,7 +23,7 @@ from torchbeast import logs
 from torchbeast.combinations import combinations, difference, parse_varied
 from torchbeast.display import Table
 from torchbeast.flags import Parser, number, run_command, run_parser
-from torchbeast.machine import core_shares, num_cores
+from torchbeast.machine import core_shares, num_cores, use_only
 from torchbeast.messages import BadInput, first_line
 from torchbeast.process import Signals, follow_parent, kill_group
 
@@ -110,7 +110,7 @@ class Job:
 
     def start(self, cores, gpu):
         def set_up():
-            os.sched_setaffinity(0, cores)
+            use_only(cores)
             follow_parent()
 
         gpus = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}

@@ -62,7 +62,7 @@ def cpu_name():
         for line in f:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    return platform.processor()  # Not x86.
+    return platform.processor()  # Not x86, or not Linux.
 
 
 _num_cores = None
@@ -71,7 +71,21 @@ _num_cores = None
 def num_cores() -> int:
     """The number of cores that this process may use, which may be fewer than the
     machine has."""
-    return _num_cores or len(os.sched_getaffinity(0))
+    return _num_cores or len(own_cores())
+
+
+def own_cores() -> set[int]:
+    """The cores that this process may use; all of them where the system keeps no such
+    account, as macOS."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def use_only(cores):
+    """Has this process use these cores, where the system allows to say so."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def share_of_cores(share, num_threads) -> int:
@@ -98,7 +112,7 @@ def core_shares(n) -> list[set[int]]:
         except OSError:
             return [0, core, core]
 
-    cores = sorted(os.sched_getaffinity(0), key=place)
+    cores = sorted(own_cores(), key=place)
     size = len(cores) // n  # Equal, because a run's defaults depend on its cores.
     return [set(cores[i * size : (i + 1) * size]) for i in range(n)]
 
@@ -115,12 +129,16 @@ def memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """The memory that this process can still take, in its container if it is in one."""
+    """The memory that this process can still take, in its container if it is in one;
+    all of the machine's if the system is not Linux."""
     amounts = {}
-    with open("/proc/meminfo") as f:
-        for line in f:
-            name, amount, *_ = line.split()
-            amounts[name] = 1024 * int(amount)
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                name, amount, *_ = line.split()
+                amounts[name] = 1024 * int(amount)
+    except FileNotFoundError:
+        return memory_bytes()
     available = amounts["MemAvailable:"]
     try:  # Control groups, version 2.
         group = pathlib.Path("/sys/fs/cgroup")

@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -56,14 +57,18 @@ def allow_open_files(num_files, remedy=""):
     some 60 of libraries, logs and environments.
     """
     needed = num_files + 64
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise BadInput(
             f"this command needs {needed} open files, the limit is {hard}: raise it "
             "(ulimit -Hn; LimitNOFILE= of systemd; docker run --ulimit nofile=...)"
             f"{remedy}"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except ValueError:  # macOS: it has no limit, but does not take that as one.
+        if needed > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextlib.contextmanager
@@ -107,9 +112,11 @@ def end_group():
 
 
 def follow_parent():
-    """Has this process get SIGTERM when its parent ends, in whatever way."""
-    PR_SET_PDEATHSIG = 1  # sys/prctl.h
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Has this process get SIGTERM when its parent ends, in whatever way. Only Linux
+    has that."""
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        PR_SET_PDEATHSIG = 1  # sys/prctl.h
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def kill_group(process):
@@ -123,10 +130,23 @@ def kill_group(process):
 def children(pid="self") -> set[int]:
     """Returns the process ids of a process's children."""
     found = set()
+    if not os.path.exists("/proc/self"):
+        return _children_by_ps(os.getpid() if pid == "self" else pid)
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
         with contextlib.suppress(OSError), open(path) as f:
             found.update(map(int, f.read().split()))
     return found
+
+
+def _children_by_ps(pid):
+    """The same where the system is not Linux."""
+    words = ["ps", "-A", "-o", "ppid=,pid="]
+    try:
+        ps = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
+        return set()
+    pairs = [tuple(map(int, line.split())) for line in ps.communicate()[0].splitlines()]
+    return {child for parent, child in pairs if parent == pid} - {ps.pid}
 
 
 def kill_children(pids):

@@ -4,6 +4,7 @@ import datetime
 import os
 import platform
 import secrets
+import socket
 import time
 
 import torch.distributed as dist
@@ -40,7 +41,8 @@ def join(flags):
         )
     if os.environ.get("LOCAL_WORLD_SIZE") == str(num):
         # All ranks are here: no other host is to reach them.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        names = [name for _, name in socket.if_nameindex()]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in names else "lo0")
     store, _, _ = next(dist.rendezvous("env://", rank, num))
     # Torchrun's store still has what ranks that were killed have left in it.
     group.connect(dist.PrefixStore(attempt(store, rank, num), store))
@@ -49,7 +51,7 @@ def join(flags):
         flags.seed = seeds.set_seed(flags.seed)
         flags.xpid = flags.xpid or new_xpid()
     group.agree(machine.plain(given))
-    mine = platform.node(), list(os.sched_getaffinity(0)), flags.seed, flags.xpid
+    mine = platform.node(), list(machine.own_cores()), flags.seed, flags.xpid
     hosts, cores, all_seeds, xpids = zip(*group.all_gather(mine))
     flags.seed, flags.xpid = all_seeds[0], xpids[0]
     # A core is shared by the ranks that may use it.

@@ -1,20 +1,30 @@
-# Two images, from the root of the repository:
+# The README's first command:
 #
-#     docker build -f examples/kubernetes/Dockerfile --target environments -t torchbeast-environments .
-#     docker build -f examples/kubernetes/Dockerfile --target learner -t torchbeast-learner .
+#     docker build -t torchbeast .
+#     docker run --rm -it --shm-size 1g -v torchbeast-logs:/logs torchbeast
 #
-# The learner's has PyTorch's standard build, with CUDA. What other environments than
-# Atari's need, add to the first stage.
+# What stands after the image's name is another command, as after `python -m`:
+#
+#     docker run --rm -v torchbeast-logs:/logs torchbeast \
+#         polybeast --env PongNoFrameskip-v4 --savedir /logs
+#
+# It has PyTorch's standard build, with CUDA (--gpus all). Hosts of environments need no
+# PyTorch: examples/kubernetes takes this image and a smaller one,
+#
+#     docker build --target environments -t torchbeast-environments .
+#
+# What other environments than Atari's need, add to the first stage.
 FROM python:3.11-slim-bookworm AS base
 # tini: without it, a signal during Python's start would be lost, which the first process
 # of a container does not get before it handles it.
 RUN apt-get update && apt-get install -y --no-install-recommends tini && \
     rm -rf /var/lib/apt/lists/*
-RUN useradd --uid 1000 --create-home beast
+RUN useradd --uid 1000 --create-home beast && install -d -o beast /logs
 WORKDIR /opt/torchbeast
 COPY requirements.txt .
 RUN grep -E '^(numpy|gymnasium|grpcio|protobuf|ale-py|opencv)' requirements.txt > environments.txt && \
     pip install --no-cache-dir -r environments.txt
+ENTRYPOINT ["tini", "--", "python", "-m"]
 
 FROM base AS environments
 COPY *.py ./
@@ -22,9 +32,9 @@ COPY torchbeast torchbeast
 COPY examples examples
 RUN chmod -R a+rX .
 USER 1000
-ENTRYPOINT ["tini", "--", "python", "-m", "polybeast_env"]
+CMD ["polybeast_env", "--help"]
 
-FROM base AS learner
+FROM base AS torchbeast
 RUN apt-get update && apt-get install -y --no-install-recommends \
     g++ pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler && \
     rm -rf /var/lib/apt/lists/*
@@ -36,4 +46,4 @@ COPY csrc csrc
 RUN pip install --no-cache-dir --no-deps --editable . && \
     python -c "import libtorchbeast" && chmod -R a+rX .
 USER 1000
-ENTRYPOINT ["tini", "--", "python", "-m", "polybeast"]
+CMD ["monobeast", "--env", "PongNoFrameskip-v4", "--savedir", "/logs"]
