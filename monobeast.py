@@ -90,20 +90,21 @@ class Actor:
         """Fills rollouts, one after the other, without end. Each begins with the newest
         weights. Yields lists of (index of a full buffer, version of its weights).
 
-        take(n): returns the indices of n free buffers, where n rollouts begin.
+        take(n, least=n): returns the indices of n free buffers, where n rollouts begin,
+            or of as many as there are, if these are `least` or more.
         """
         version, versions = None, {}  # The weights' versions, now and by buffer.
 
-        def begin(n):
+        def begin(*n):
             nonlocal version
             with self.stage("rollout_queue"):
-                indices = take(n)
+                indices = take(*n)
             version = weights.fetch(self.agent.net, version)
             versions.update(dict.fromkeys(indices, version))
             return indices
 
-        if self.flags.one_episode_rollouts:
-            filled = rollouts.of_one_episode(self, buffers, begin)
+        if rollouts.are_apart(self.flags, buffers):
+            filled = rollouts.of_rows(self, buffers, begin)
         else:
             filled = self.whole_rollouts(buffers, begin)
         for indices in filled:
@@ -120,7 +121,8 @@ class Actor:
         """Returns what the agent's act() does for the newest step, arrays [E, ...]."""
         with self.stage("inference"):
             step = map_structure(lambda x: torch.from_numpy(x)[None], self.step)
-            outputs, core_state = self.agent.act(step, self.core_states[-1])
+            before = self.core_states[-1]
+            outputs, core_state = rollouts.act(self.agent.act, step, before)
             rollouts.check_outputs(outputs)
         self.core_states.append(core_state)
         return map_structure(lambda x: x[0].numpy(), outputs)
@@ -230,7 +232,7 @@ def train(flags):
     check_limits(flags, specs, agent.net)
     batch_size = ranks.current.share(flags.batch_size)
     rollouts.check_memory(specs, 2 * batch_size)  # Beside the buffers.
-    run = Run(flags, env.frames_per_step, env.num_agents)
+    run = Run(flags, env.frames_per_step, env.num_acting)
     run.open()
     buffers = create_buffers(specs, flags.num_buffers)
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
@@ -268,7 +270,8 @@ def train_serially(flags, env, seed, learner, buffers, signals):
     free_queue = deque(range(flags.num_buffers))
     full_queue = deque()
 
-    def take(n):
+    def take(n, least=None):
+        n = n if least is None else min(n, len(free_queue))
         return [free_queue.popleft() for _ in range(n)]
 
     for items in actor.rollouts(arrays, take, learner.weights):

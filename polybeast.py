@@ -283,12 +283,16 @@ def inference(batcher, agent, weights, device):
     """
     agent.net.eval().to(device, memory_format=torch.channels_last)
     version = None
+
+    def act(step, core_state):
+        inputs = devices.Lazy(step, device), devices.send(core_state, device)
+        return devices.to_host(agent.act(*inputs), device)
+
     for batch in batcher:
         version = weights.fetch(agent.net, version)
         step, core_state = batch.get_inputs()
         shape = step["done"].shape
-        inputs = devices.Lazy(step, device), devices.send(core_state, device)
-        outputs, core_state = devices.to_host(agent.act(*inputs), device)
+        outputs, core_state = rollouts.act(act, step, core_state)
         try:
             rollouts.check_outputs(outputs)
         except ValueError as e:
@@ -333,7 +337,7 @@ def train(flags):
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags)
     sources.check_sizes(step, specs, env.num_agents)
-    run = Run(flags, env.frames_per_step, env.num_agents)
+    run = Run(flags, env.frames_per_step, env.num_acting)
     run.open()
     weights = PublishedWeights(agent.net, actor_device)
     learner = Learner(flags, run, agent, weights, device, create_env)

@@ -71,9 +71,14 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 //
 // All actors together deliver exactly max_rollouts, and then wait for stop().
 //
+// Where the step has an entry "waits", agents act by turns: a row that waits has no part
+// in the step. Nothing of it goes into the row's rollout.
+//
 // With allowed_rollouts, actors begin no more than so many, and as many as allow(n) has
 // added; then they wait, for allow() or until they end. A rollout that is lost is given
-// back. Environments of a stream begin theirs together, as soon as one is allowed.
+// back. Environments of a stream begin theirs together, as soon as one is allowed. Where
+// agents act by turns, each row begins alone, and the actor goes on while any row of its
+// stream fills a rollout: what the others do until they may begin is in none.
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
 // 0.1 s and up to 10 s if it goes on failing. So does one whose host has not answered
@@ -588,7 +593,8 @@ class ActorPool {
           room_(pool, (check_specs(), actor->status.dialed_in ? num_envs_ : 0)),
           num_actions_(options_.burn_in + options_.unroll_length),
           rollout_(num_actions_, spec_, options_.burn_in + 1, options_.one_episode),
-          width_(options_.one_episode ? 1 : num_envs_),
+          waits_(find_waits()),
+          width_(options_.one_episode || waits_ ? 1 : num_envs_),
           core_state_(for_each_environment(pool->initial_state_, num_envs_)) {
       for (int64_t e = 0; e < num_envs_; e += width_) {
         groups_.emplace_back().columns = {e, width_};
@@ -612,7 +618,9 @@ class ActorPool {
       double rollout_queue = 0;  // Seconds since the step before.
       for (;;) {
         const auto filled_at = Clock::now();
-        for (Group& group : groups_) advance(&group);
+        for (Group& group : groups_) {
+          if (!waits(group)) advance(&group);
+        }
         rollout_queue += internal::seconds_between(filled_at, Clock::now());
         CallSeconds seconds;
         encode_arrays({action_spec_.structure, infer(&seconds)},
@@ -629,7 +637,7 @@ class ActorPool {
     }
 
    private:
-    // Environments that begin and end their rollouts together: all, or each alone. A
+    // Rows that begin and end their rollouts together: all, or each alone. A
     // rollout has burn_in steps before the others, which repeat the one before; the
     // first one is filled whole.
     struct Group {
@@ -646,6 +654,32 @@ class ActorPool {
       }
       check_rows(spec_, num_envs_);
       check_rows(action_spec_, num_envs_);
+    }
+
+    // Returns the leaf of the step's entry "waits", if it has one.
+    [[nodiscard]] std::optional<size_t> find_waits() const {
+      const Structure& structure = *spec_.structure;
+      size_t leaf = 0;
+      for (size_t i = 0; i < structure.keys.size(); ++i) {
+        if (structure.keys[i] == "waits") {
+          const bool is_leaf = structure.children[i].kind == Kind::kLeaf;
+          if (is_leaf && spec_.leaves[leaf].dtype == DType{DType::kBool, 8} &&
+              spec_.leaves[leaf].shape.rank() == 1) {
+            return leaf;
+          }
+          throw std::invalid_argument("the server's waits is no bool [" +
+                                      std::to_string(num_envs_) + "]");
+        }
+        leaf += structure.children[i].num_leaves();
+      }
+      return std::nullopt;
+    }
+
+    // Whether the group, which then is one row, has no part in the newest step.
+    [[nodiscard]] bool waits(const Group& group) const {
+      if (!waits_) return false;
+      const Array row = step_.leaves[*waits_].narrow(0, group.columns.begin, 1);
+      return row.data.get()[0] != std::byte{0};
     }
 
     void check_step() const {
@@ -674,7 +708,7 @@ class ActorPool {
       const AgentOutputs outputs(result, action_spec_, *core_state_.structure);
       core_state_.leaves = outputs.core_state;
       for (Group& group : groups_) {
-        if (group.t < 0) continue;  // The action is ignored.
+        if (group.t < 0 || waits(group)) continue;  // The action is ignored.
         rollout_.write_outputs(group.t, outputs.structure, outputs.leaves,
                                group.columns);
         group.core_states.push_back(core_state_);
@@ -689,7 +723,7 @@ class ActorPool {
     void advance(Group* group) {
       const Columns columns = group->columns;
       if (group->t < 0) {
-        begin();
+        if (!begin()) return;
         group->initial_core_state = core_state_;
         group->core_states = {core_state_};
       }
@@ -702,36 +736,44 @@ class ActorPool {
       for (int64_t e = columns.begin; e < columns.begin + columns.num; ++e) {
         pool_->deliver(actor_, rollout_.of_environment(e, group->initial_core_state));
       }
-      // What follows a last step is in no rollout.
-      group->t = last ? -1 : options_.burn_in;
-      if (last) return;
-      begin();
+      group->t = -1;
+      if (last || !begin()) return;  // What follows a last step is in no rollout.
+      group->t = options_.burn_in;
       rollout_.begin_next(columns);
       group->initial_core_state = group->core_states.front();
     }
 
-    // Waits until a rollout may be begun. Throws Closed if the actor ends before that.
-    void begin() {
+    // Waits until a rollout may be begun. Returns false instead if other rows fill
+    // theirs meanwhile. Throws Closed if the actor ends before that.
+    [[nodiscard]] bool begin() {
+      const bool others = std::any_of(groups_.begin(), groups_.end(),
+                                      [](const Group& group) { return group.t >= 0; });
       std::unique_lock<std::mutex> lock(pool_->mu_);
       Rollouts& rollouts = pool_->rollouts_;
-      wait(&lock, &pool_->changed_, nullptr, std::nullopt, [&] {
+      const auto allowed = [&] {
         const int64_t in_use = rollouts.begun - rollouts.lost - rollouts.ended;
         return pool_->ends(*actor_) || in_use < pool_->allowed_;
-      });
+      };
+      if (others && !allowed()) return false;
+      wait(&lock, &pool_->changed_, nullptr, std::nullopt, allowed);
       if (pool_->ends(*actor_)) throw Closed("the actor ends");
       rollouts.begun += width_;
       actor_->filling += width_;
+      return true;
     }
 
     void count_step(const CallSeconds& seconds, double environment_wait,
                     double rollout_queue) {
+      const int64_t num_steps =
+          width_ * std::count_if(groups_.begin(), groups_.end(),
+                                 [&](const Group& group) { return !waits(group); });
       std::lock_guard<std::mutex> lock(pool_->mu_);
       for (const std::string& text : response_->metrics()) {
         if (pool_->metrics_.size() >= kMaxMetrics) break;
         if ((pool_->metrics_bytes_ += text.size()) > kMaxMetricsWaiting) break;
         pool_->metrics_.push_back(text);
       }
-      actor_->status.steps += num_envs_;
+      actor_->status.steps += num_steps;
       pool_->stage_seconds_.inference_queue += seconds.queue;
       pool_->stage_seconds_.inference += seconds.evaluation;
       pool_->stage_seconds_.environment_wait += environment_wait;
@@ -749,9 +791,10 @@ class ActorPool {
     const Nest<ArraySpec> spec_;  // A step's.
     const Nest<ArraySpec> action_spec_;
     const Room room_;
-    const int64_t num_actions_;  // A rollout's.
-    Rollout rollout_;            // All environments' rollouts.
-    const int64_t width_;        // Environments of a group.
+    const int64_t num_actions_;          // A rollout's.
+    Rollout rollout_;                    // All environments' rollouts.
+    const std::optional<size_t> waits_;  // A leaf of the step.
+    const int64_t width_;                // Environments of a group.
     std::vector<Group> groups_;
     Nest<Array> step_;        // The newest.
     Nest<Array> core_state_;  // Before it.

@@ -177,13 +177,6 @@ class Steady(Crowd):
         pass
 
 
-class Turns(Crowd):
-    """environment crowd_v0: its agents act by turns .PettingZoo's AEC API., expected"""
-
-    def agent_iter(self):
-        pass
-
-
 # Faults that are seen before anything starts.
 
 
@@ -347,7 +340,7 @@ class BeginsWithoutAgents(Steady):
         return result
 
 
-BEFORE = [NoNames, EqualNames, OtherSpaces, Turns]
+BEFORE = [NoNames, EqualNames, OtherSpaces]
 AT_A_STEP = [
     SpacesChange,
     NoReward,

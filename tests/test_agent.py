@@ -215,8 +215,11 @@ def test_a_rollout_goes_on_though_the_buffers_before_are_anothers(indices, burn_
     np.testing.assert_array_equal(arrays["observation"][:K, [2, 3]], before)
 
 
-@pytest.mark.parametrize("args", [[], ["--one_episode_rollouts"]])
-def test_actors_get_free_buffers_by_turns(args):
+@pytest.mark.parametrize(
+    ("args", "buffers"),
+    [([], {}), (["--one_episode_rollouts"], {}), ([], {"waits": None})],
+)
+def test_actors_get_free_buffers_by_turns(args, buffers):
     class Connection:
         def __init__(self):
             self.got = []
@@ -225,7 +228,7 @@ def test_actors_get_free_buffers_by_turns(args):
             self.got += indices
 
     flags = parse("--num_buffers", 8, *args)
-    processes = actors.ActorProcesses(None, flags, 2, 0, None, None, None)
+    processes = actors.ActorProcesses(None, flags, 2, 0, buffers, None, None)
     members = [actors._ActorProcess(i, None, Connection()) for i in range(3)]
     processes._actors = list(members)
     processes.free([])

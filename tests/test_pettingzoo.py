@@ -236,7 +236,7 @@ def test_what_is_registered_with_gymnasium_wins(monkeypatch):
         ("nothing_at_all", "unknown environment 'nothing_at_all'"),
         ("tests.nothing", "'tests.nothing' cannot be made: No module named 'tests.no"),
         ("string:capwords", "cannot be made: capwords.* missing 1 required"),
-        ("os:getcwd", "'os:getcwd' is a str, expected a ParallelEnv of PettingZoo's"),
+        ("os:getcwd", "'os:getcwd' is a str, expected an environment of Pet"),
     ],
 )
 def test_what_is_no_environment_is_named(env_id, message):

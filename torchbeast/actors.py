@@ -237,12 +237,16 @@ class Orders:
         calls.wait()
         end_group()
 
-    def take(self, n):
-        """Returns the indices of n buffers. Raises NoMoreOrders."""
-        while len(self._indices) < n:
-            if (indices := self._queue.get()) is None:
-                raise NoMoreOrders
-            self._indices += indices
+    def take(self, n, least=None):
+        """Returns the indices of n buffers, or of `least` or more, as many as there
+        are. Raises NoMoreOrders."""
+        least = n if least is None else least
+        with contextlib.suppress(queue.Empty):
+            while len(self._indices) < n:
+                indices = self._queue.get(block=len(self._indices) < least)
+                if indices is None:
+                    raise NoMoreOrders
+                self._indices += indices
         taken, self._indices = self._indices[:n], self._indices[n:]
         return taken
 
@@ -328,7 +332,7 @@ class ActorProcesses:
         """Gives free buffers to actors: first to those that have none, and of these to
         the one that got some longest ago. Called with the lock."""
         E = self.num_envs
-        n = 1 if self.flags.one_episode_rollouts else E  # That begin together.
+        n = 1 if rollouts.are_apart(self.flags, self.buffers) else E  # Begin together.
         for ahead in range(0, self.AHEAD * E, n):
             for actor in self._actors:
                 if len(actor.held) == ahead and len(self._free_queue) >= n:

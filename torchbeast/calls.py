@@ -107,7 +107,9 @@ def watch(name: str, timeout_s: float, tell):
         while max(seen.values(), default=0) <= 10:
             time.sleep(timeout_s / 10)
             seen = {call: seen.get(call, 0) + 1 for call in _innermost()}
-        tell(f"{name} did not answer for {timeout_s:g} s (--env_timeout_seconds)")
+        what = max(seen, key=seen.get).what
+        wait = f"did not answer for {timeout_s:g} s (--env_timeout_seconds)"
+        tell(f"{name} {wait}: {what}")
         end_group()
 
     threading.Thread(target=check, daemon=True, name="watch").start()

@@ -16,6 +16,8 @@ dict of arrays whose first dimension is E:
     training_episode_return [E] float32, of the episode between two `done`
     action_mask    [E, C]    bool, which choices an action has, if the environment says
                              so (torchbeast/masks.py)
+    waits             [E]    bool, which rows have no step: their agents wait for their
+                             turns. Only where agents act by turns (torchbeast/turns.py)
 
 After a last observation the next step ignores its action and returns the first
 observation of the next episode, with reward 0 and `done` (Gymnasium's next-step
@@ -47,7 +49,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import images, masks, pettingzoo
+from torchbeast import images, masks, pettingzoo, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
@@ -191,6 +193,7 @@ class Environment:
 
     num_envs:           E
     num_agents:         of each environment, as a vector says; E counts each of them
+    num_acting:         the same, or 1 where they act by turns
     observation_space:  of one environment, Gymnasium's, without entries of text
     texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
@@ -211,12 +214,13 @@ class Environment:
             if not envs:
                 raise BadInput("no environment: expected one or more")
             if all(map(pettingzoo.is_pettingzoo, envs)):
-                self.env = pettingzoo.Rows(envs)
+                self.env = turns.rows(envs)
                 self.num_agents = self.env.num_agents
             else:
                 self.env = Separate([as_gymnasium(e) for e in envs])
         if resize is not None or layout is not None:
             images.prepare(self.env.observations, resize, layout)
+        self.num_acting = self.num_agents if self.env.waits is None else 1
         self.name = self.env.name
         self.num_envs = self.env.num_envs
         self.observation_space = self.env.observations.space
@@ -244,7 +248,7 @@ class Environment:
         self._episode_return = np.zeros(E)
         self._training_return = np.zeros(E)
         zeros = np.zeros(E, bool)
-        action = self.actions.zeros()
+        action = self._action = self.actions.zeros()  # Each row's newest one.
         return self._step(observation, np.zeros(E), ~zeros, zeros, zeros, zeros, action)
 
     def step(self, action) -> dict:
@@ -259,16 +263,23 @@ class Environment:
         done = self._last
         if self._mask is not None:
             self.env.masks.check(action, self._mask, done)
+        waited = self.env.waits
         observation, reward, terminated, truncated, end, metrics = self.env.step(given)
-        count_steps(self.num_envs)
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0
         # No reward leads into a first observation. If only training begins anew there,
         # the game may have paid: it goes on the score.
-        made = ~(done & self._episode_end) | self.env.unseen
+        made = paid = ~(done & self._episode_end) | self.env.unseen
+        if waited is None:
+            count_steps(self.num_envs)
+        else:  # What an agent is paid before its first turn is on its score, too.
+            made, paid = made & ~self.env.waits, True
+            keep = functools.partial(_keep, waited)
+            action = self._action = map_structure(keep, self._action, action)
+            count_steps(int(made.sum()))
         self._episode_step[made] += 1
-        self._episode_return += np.where(made, reward, 0)
+        self._episode_return += np.where(paid, reward, 0)
         # (Also a copy, as the caller may write into its own.)
         action = map_structure(lambda x: _zero_where(done, x), action)
         for m in metrics:
@@ -299,6 +310,7 @@ class Environment:
             "episode_return": self._episode_return.astype(np.float32),
             "training_episode_return": self._training_return.astype(np.float32),
             **({} if self._mask is None else {"action_mask": self._mask}),
+            **({} if self.env.waits is None else {"waits": self.env.waits}),
         }
 
     def all_out(self):
@@ -354,6 +366,13 @@ class Environment:
                 self.env.close()
         except Exception as e:
             log.warning("close() of %s raised %s", self.name, first_line(e))
+
+
+def _keep(rows, before, x):
+    """Returns x, with what was before where rows [E] bool is true."""
+    x = x.copy()
+    x[rows] = before[rows]
+    return x
 
 
 def _zero_where(done, x):

@@ -1,9 +1,9 @@
-"""PettingZoo's environments of the Parallel API: each agent is a row.
+"""PettingZoo's environments of the Parallel API: each agent is a row. (Those of the AEC
+API are in turns.py.)
 
 Copies of an environment with N possible agents are N rows each, copy by copy, agents in
 the order of possible_agents. Rows says what becomes of a row when its agent leaves
-before the others, or joins later. The package is needed only to convert an environment
-of the AEC API.
+before the others, or joins later. The package itself is not needed.
 
 No torch in here: environment servers import this file.
 """
@@ -27,6 +27,7 @@ from torchbeast.spaces import Actions, BadStep, Observations
 from torchbeast.vector import RESET, Separate, number, split, unpack
 
 STEP = ("observations", "rewards", "terminations", "truncations", "infos")
+NOTHING = types.MappingProxyType({})
 
 
 def find(env_id):
@@ -63,8 +64,8 @@ def checked(env_id, envs):
     PettingZoo's."""
     if not is_pettingzoo(envs[0]):
         raise BadInput(
-            f"environment {env_id!r} is a {type(envs[0]).__name__}, expected a "
-            "ParallelEnv of PettingZoo's, or an ID that is registered with Gymnasium"
+            f"environment {env_id!r} is a {type(envs[0]).__name__}, expected an "
+            "environment of PettingZoo's, or an ID that is registered with Gymnasium"
         )
     return envs
 
@@ -91,8 +92,7 @@ class Rows(Separate):
     """
 
     def __init__(self, envs):
-        self.envs = [_parallel(env) for env in envs]
-        first = self.envs[0]
+        self.envs, first = envs, envs[0]
         self.name, self.metadata = _name(first), getattr(first, "metadata", None)
         self.frames_per_step = getattr(first, "frames_per_step", 1)
         self.agents = list(getattr(first, "possible_agents", None) or ())
@@ -231,11 +231,14 @@ class Rows(Separate):
             x, info = _get(observations, agent, None), _get(infos, agent)
             if x is None:
                 raise BadStep(f"{self._who(row)} is not in observations")
-            if agent in now or self.masks.of_observation or NAME in info:
-                yield self._of(row, self.masks.take, x, info, row)
-            else:  # No action is taken at a last observation.
-                self.masks.allow_all(row)
-                yield x
+            yield self._seen(row, x, info, agent in now)
+
+    def _seen(self, row, x, info, acts):
+        """Returns the observation x of a row without its mask, which it takes."""
+        if acts or self.masks.of_observation or NAME in info:
+            return self._of(row, self.masks.take, x, info, row)
+        self.masks.allow_all(row)  # No action is taken at a last observation.
+        return x
 
     def _agents(self, e):
         """Returns the set of env.agents."""
@@ -273,7 +276,7 @@ class Rows(Separate):
         return found
 
 
-def _get(nest, agent, otherwise=types.MappingProxyType({})):
+def _get(nest, agent, otherwise=NOTHING):
     """Returns what is there of an agent, who may have none."""
     x = nest.get(agent) if isinstance(nest, Mapping) else None
     return otherwise if x is None else x
@@ -286,17 +289,3 @@ def _name(env):
 
 def _spaces_of(env, agent):
     return env.observation_space(agent), env.action_space(agent)
-
-
-def _parallel(env):
-    """Returns an environment of the Parallel API. Raises BadInput if there is none."""
-    if not hasattr(env, "agent_iter"):
-        return env
-    if not (getattr(env, "metadata", None) or {}).get("is_parallelizable"):
-        raise BadInput(
-            f"environment {_name(env)}: its agents act by turns (PettingZoo's AEC "
-            "API), expected the Parallel API (docs/multi-agent.md)"
-        )
-    from pettingzoo.utils.conversions import aec_to_parallel
-
-    return aec_to_parallel(env)

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from torchbeast import checkpoint, run, seeds
+from torchbeast import checkpoint, rollouts, run, seeds
 from torchbeast.calls import create
 from torchbeast.environment import first_step
 from torchbeast.files import locked_directory, write_atomically
@@ -72,7 +72,7 @@ class Policy:
     def __call__(self, step):
         # The agent itself forgets core_state where an episode begins.
         step = map_structure(lambda x: torch.as_tensor(x)[None], step)
-        outputs, self.core_state = self.act(step, self.core_state)
+        outputs, self.core_state = rollouts.act(self.act, step, self.core_state)
         return map_structure(lambda x: x[0].numpy(), outputs["action"])
 
 

@@ -13,12 +13,16 @@ An agent with a `burn_in` of K gets rollouts of K + T + 1 steps, of which the fi
 K + 1 repeat the last ones of the rollout before: a recurrent state can be brought up to
 date on them (R2D2).
 
+Where agents act by turns, a row's steps are those at which its agent has its turn, or
+ends, and its rollouts fill at their own pace.
+
 With --one_episode_rollouts, rollouts end with their episodes, and mask [T + 1, B] tells
 which steps are real. The others repeat the last one, with reward 0 and `done`, so that
 no transition leads to them. The transition to the next episode is in no rollout.
 """
 
 import math
+from collections import deque
 
 import numpy as np
 import torch
@@ -260,34 +264,82 @@ def write_rows(nest, buffers, t, indices, rows):
     write(nest, buffers, t[rows], indices[rows])
 
 
-def of_one_episode(actor, buffers, begin):
-    """Fills rollouts that end with their episodes, as monobeast.Actor.whole_rollouts()
-    does whole ones: each environment is at a step t of its own rollout, or waits for
-    its next episode."""
-    E, T = actor.env.num_envs, actor.flags.unroll_length
-    t, indices, fills = np.zeros(E, int), np.zeros(E, int), np.zeros(E, bool)
-    last = fills.copy()
+def act(function, step, core_state):
+    """Calls an agent's act(), the function, for the rows that do not wait for their
+    turns: those get outputs of zeros, and their core_state stands still."""
+    if "waits" not in step:
+        return function(step, core_state)
+    rows = (~step["waits"][0]).nonzero()[:, 0]
+    if len(rows) == 0:  # No environment of ours makes such a step, a server might.
+        return function(step, core_state)[0], core_state
+
+    def put(x, nest):
+        return map_structure(lambda x, y: x.index_copy(1, rows, y), x, nest)
+
+    part = map_structure(lambda x: x[:, rows], (step, core_state))
+    outputs, after = function(*part)
+    E = len(step["waits"][0])
+    zeros = map_structure(lambda x: x.new_zeros(1, E, *x.shape[2:]), outputs)
+    return put(zeros, outputs), put(core_state, after)
+
+
+def are_apart(flags, step):
+    """Tells whether each row begins and ends its rollouts alone."""
+    return flags.one_episode_rollouts or "waits" in step
+
+
+def of_rows(actor, buffers, begin):
+    """Fills rollouts of rows apart, as monobeast.Actor.whole_rollouts() does those of
+    all rows: each row is at a step t of its own rollout, or fills none. A row that
+    waits for its turn stays at its step.
+
+    begin(n, least=n) returns the indices of `least` to n free buffers. Where acting
+    waits for updates, a row begins when there is one: what it does until then, while
+    other rows fill theirs, is in no rollout.
+    """
+    E, K, T = actor.env.num_envs, actor.burn_in, actor.flags.unroll_length
+    t, indices = np.full(E, -1), np.zeros(E, int)
+    states = [deque(maxlen=K + 1) for _ in range(E)]  # Before each of the last steps.
+
+    def repeat(x, buffer):
+        buffer[: len(x), indices[again]] = x
 
     def write_state(x, buffer):
-        buffer[:, indices[begins]] = x.numpy()[:, begins]
+        buffer[:, indices[e]] = x[:, e].numpy()
 
     while True:
-        begins = ~fills & ~last
-        if begins.any():
-            t[begins], indices[begins] = 0, begin(begins.sum())
-            write_rows(actor.step, buffers, t, indices, begins)
-            map_structure(write_state, actor.core_states[-1], buffers["core_state"])
-            fills |= begins
+        step = actor.step
+        moves = ~step["waits"] if "waits" in step else np.ones(E, bool)
+        for e in np.flatnonzero(moves):
+            states[e].append(actor.core_states[-1])
+        fills = moves & (t >= 0)
+        t += fills
+        write_rows(step, buffers, t, indices, fills)
+        last = step["terminated"] | step["truncated"]
+        last &= actor.flags.one_episode_rollouts
+        ends = fills & (last | (t == K + T))
+        if ends.any():
+            full = indices[ends]
+            for e in np.flatnonzero(ends) if "mask" in buffers else ():
+                pad(buffers, indices[e], t[e])
+            # A copy: the buffers may soon be another actor's.
+            overlap = map_structure(lambda x: x[T:, full], buffers)  # noqa: B023
+            t[ends] = -1
+            yield full.tolist()
+        rows = np.flatnonzero(moves & (t < 0) & ~last)
+        if len(rows) > 0:
+            least = [int((t < 0).all())] if synchronous(actor.flags) else []
+            given = begin(len(rows), *least)
+            rows = rows[: len(given)]
+            t[rows], indices[rows] = 0, given
+            write_rows(step, buffers, t, indices, np.isin(np.arange(E), rows))
+            if K > 0 and len(again := rows[ends[rows]]):
+                map_structure(repeat, overlap, buffers)
+                t[again] = K
+            for e in rows:
+                state = states[e][0 if ends[e] else -1]
+                map_structure(write_state, state, buffers["core_state"])
         outputs = actor.act()
-        write_rows(outputs, buffers, t, indices, fills)
+        write_rows(outputs, buffers, t, indices, moves & (t >= 0))
         with actor.stage("environment_wait"):
             actor.step = actor.env.step(outputs["action"])
-        t += 1
-        write_rows(actor.step, buffers, t, indices, fills)
-        last = actor.step["terminated"] | actor.step["truncated"]
-        ends = fills & (last | (t == T))
-        for e in np.flatnonzero(ends):
-            pad(buffers, indices[e], t[e])
-        fills &= ~ends
-        if ends.any():
-            yield indices[ends].tolist()

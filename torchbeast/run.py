@@ -54,7 +54,7 @@ class Run:
 
     def __init__(self, flags, frames_per_step=1, num_agents=1):
         self.flags = flags
-        self.num_agents = num_agents  # An environment's; its steps are counted.
+        self.num_agents = num_agents  # That make a step of an environment together.
         self.step = 0
         self.updates = 0
         self.episodes = 0

@@ -39,6 +39,7 @@ class Separate:
     same_step = False
     unseen = False  # See Vector.
     out = None  # See pettingzoo.Rows.
+    waits = None  # See turns.Turns.
 
     def __init__(self, envs):
         self.envs = envs
@@ -130,7 +131,7 @@ class Vector:
     unseen: where the last step() made a step of the latter kind: [E] bool, or False
     """
 
-    out = None
+    out = waits = None
 
     def __init__(self, env):
         self.env = env

@@ -52,6 +52,8 @@ def corpus():
     result = {
         "counter": answers("tests.envs:torchbeast/Counter-v0", 2),
         "cartpole": answers("CartPole-v1", 1),
+        "turns": answers("tests.turn_envs:Two", 2),
+        "no_waits": hand_made({"observation": x, "waits": np.zeros(1, np.int8)}),
         "dtypes": hand_made({name: np.zeros(1, name) for name in dtypes.split()}),
         "leaf": hand_made(x),
         "tuple": hand_made((x, x)),

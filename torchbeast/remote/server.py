@@ -262,6 +262,8 @@ class Statistics:
 
     def add(self, step):
         self.steps += len(step["reward"])
+        if "waits" in step:
+            self.steps -= int(step["waits"].sum())
         end = step["episode_end"]
         if end.any():
             self.episodes += int(end.sum())
