@@ -238,15 +238,14 @@ class Orders:
         end_group()
 
     def take(self, n, least=None):
-        """Returns the indices of n buffers, or of `least` or more, as many as there
-        are. Raises NoMoreOrders."""
+        """Returns the indices of n buffers, or of the `least` or more that there are.
+        Raises NoMoreOrders."""
         least = n if least is None else least
         with contextlib.suppress(queue.Empty):
             while len(self._indices) < n:
-                indices = self._queue.get(block=len(self._indices) < least)
-                if indices is None:
+                if (got := self._queue.get(len(self._indices) < least)) is None:
                     raise NoMoreOrders
-                self._indices += indices
+                self._indices += got
         taken, self._indices = self._indices[:n], self._indices[n:]
         return taken
 
