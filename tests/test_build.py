@@ -235,7 +235,7 @@ def test_the_wheel_is_all_that_is_needed_in_an_empty_folder(wheel, empty, tmp_pa
     (tmp_path / "empty").mkdir()
     env = {"HOME": str(tmp_path), "PYTHONPATH": ""}
     commands = COMMANDS.format(
-        python=empty, small="--env CartPole-v1 --total_steps 900",
+        python=empty, small="--env CartPole-v1 --total_steps 5000",
         logs=tmp_path / "logs/torchbeast",
     )  # fmt: skip
     for line in commands.strip().splitlines():
