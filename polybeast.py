@@ -291,7 +291,6 @@ def inference(batcher, agent, weights, device):
     for batch in batcher:
         version = weights.fetch(agent.net, version)
         step, core_state = batch.get_inputs()
-        shape = step["done"].shape
         outputs, core_state = rollouts.act(act, step, core_state)
         try:
             rollouts.check_outputs(outputs)
@@ -300,7 +299,7 @@ def inference(batcher, agent, weights, device):
                 raise Stop(str(e), save=False) from e  # The weights stay as they are.
             batch.set_error(str(e))  # Only these streams' rollouts are lost.
             continue
-        outputs["version"] = torch.full(shape, version)
+        outputs["version"] = torch.full(step["done"].shape, version)
         batch.set_outputs((outputs, core_state))
 
 
