@@ -10,25 +10,15 @@ import numpy as np
 from gymnasium import spaces
 
 
-class Crowd:
-    """Random episodes of agents that join late, return, die, are cut off, or have no
-    step at all; after 8 steps all that are left are cut off. An agent observes
-    (episode, step, which agent it is, its last action). An action that is not allowed
-    raises; so do actions of agents that are not there.
+class Masked:
+    """The spaces of agents that observe num_seen numbers and have five choices.
 
     masks: what has masks of actions: "observation", "info" or None
     """
 
-    metadata = {"name": "crowd_v0", "render_modes": ["rgb_array"], "render_fps": 5}
-    possible_agents = ["ann", "bob", "cem", "dan"]
-
-    def __init__(self, masks=None, render_mode=None, p_end=0.15):
-        self.masks, self.render_mode, self.p_end = masks, render_mode, p_end
-        self.rng, self.episode, self.agents = np.random.default_rng(), -1, []
-
     @functools.cache  # noqa: B019
     def observation_space(self, agent):
-        seen = spaces.Box(-1, 10**6, (4,), np.float32)
+        seen = spaces.Box(-1, 10**6, (self.num_seen,), np.float32)
         if self.masks == "observation":
             mask = spaces.MultiBinary(5)
             return spaces.Dict({"seen": seen, "action_mask": mask})
@@ -37,6 +27,22 @@ class Crowd:
     @functools.cache  # noqa: B019
     def action_space(self, agent):
         return spaces.Discrete(5)
+
+
+class Crowd(Masked):
+    """Random episodes of agents that join late, return, die, are cut off, or have no
+    step at all; after 8 steps all that are left are cut off. An agent observes
+    (episode, step, which agent it is, its last action). An action that is not allowed
+    raises; so do actions of agents that are not there.
+    """
+
+    metadata = {"name": "crowd_v0", "render_modes": ["rgb_array"], "render_fps": 5}
+    possible_agents = ["ann", "bob", "cem", "dan"]
+    num_seen = 4
+
+    def __init__(self, masks=None, render_mode=None, p_end=0.15):
+        self.masks, self.render_mode, self.p_end = masks, render_mode, p_end
+        self.rng, self.episode, self.agents = np.random.default_rng(), -1, []
 
     @property
     def unwrapped(self):

@@ -108,10 +108,10 @@ SLOW = [
 ]
 
 
-def marks(run):
-    if run in QUICK:
+def marks(run, quick=QUICK, slow=SLOW):
+    if run in quick:
         return []
-    return pytest.mark.slow if run in SLOW else pytest.mark.long
+    return pytest.mark.slow if run in slow else pytest.mark.long
 
 
 RUNS = [
@@ -162,18 +162,11 @@ SLOW_XOR += [
 ]
 
 
-def xor_marks(run):
-    if run in QUICK_XOR:
-        return []
-    return pytest.mark.slow if run in SLOW_XOR else pytest.mark.long
-
-
 @pytest.mark.parametrize(
     ("agent", "first", "second"),
     [
-        pytest.param(agent, *pair, marks=xor_marks((agent, *pair)))
-        for agent in XOR
-        for pair in PAIRS
+        pytest.param(*run, marks=marks(run, QUICK_XOR, SLOW_XOR))
+        for run in ((agent, *pair) for agent in XOR for pair in PAIRS)
     ],
 )
 def test_entries_of_a_dict_are_learned_from_together(agent, first, second, tmp_path):

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tests import envs, parallel_envs
+from tests import envs, parallel_envs, turn_envs
 from tests.programs import args, both, main, poly_first, refusal
 from torchbeast import environment, play
 from torchbeast.messages import BadInput
@@ -259,6 +259,12 @@ def test_an_aec_environment_that_is_parallelizable_is_converted():
 # The programs.
 
 SOME = parallel_envs.SpacesChange, parallel_envs.NoReward, parallel_envs.AllowsNothing
+BY_TURNS = (
+    turn_envs.RaisesInLast,
+    turn_envs.Stranger,
+    turn_envs.AllowsNothing,
+    turn_envs.StaysAfterItsEnd,
+)
 
 
 def small(module, savedir, *others, env, steps=800):
@@ -298,12 +304,13 @@ def test_a_program_refuses_by_one_line(module, savedir, cls):
 
 @pytest.mark.slow
 @both
-@pytest.mark.parametrize("cls", SOME, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", [*SOME, *BY_TURNS])
 def test_a_fault_ends_a_program_with_its_line(module, savedir, cls, monkeypatch):
     monkeypatch.setattr(servers, "MAX_FAILURES", 2)
     restarts = ("--max_actor_restarts", 1) if module == "monobeast" else ()
-    flags = small(module, savedir, *restarts, env=cls.__name__, steps=10**8)
+    env = f"{cls.__module__}:{cls.__name__}"
+    flags = args(module, savedir, *restarts, env=env)
     result = main(*flags, module=module)
     assert result.returncode in (1, 2), result.stderr
-    assert re.search(cls.__doc__.replace("environment 1", "environment 0"),
-                     result.stderr)  # fmt: skip
+    text = cls.__doc__.replace("environment 1", r"environment \d")
+    assert re.search(text, result.stderr), result.stderr

@@ -20,7 +20,6 @@ from tests.test_polybeast_env import free_port, servers
 from torchbeast import actors, environment, learner, play, rollouts
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
-from torchbeast.remote import servers as remote_servers
 from torchbeast.remote.server import Statistics
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import BadStep
@@ -439,27 +438,6 @@ def test_each_way_to_learn_goes_with_turns(module, savedir, flags):
     flags = small(module, savedir, *flags, "--eval_interval_steps", 400, env="Two")
     result = main(*flags, module=module)
     assert result.returncode == 0, result.stderr
-
-
-FAULTS = [
-    turn_envs.RaisesInLast,
-    turn_envs.Stranger,
-    turn_envs.AllowsNothing,
-    turn_envs.StaysAfterItsEnd,
-]
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("cls", FAULTS, ids=lambda c: c.__name__)
-def test_a_fault_ends_a_program_with_its_line(module, savedir, cls, monkeypatch):
-    monkeypatch.setattr(remote_servers, "MAX_FAILURES", 2)
-    restarts = ("--max_actor_restarts", 1) if module == "monobeast" else ()
-    flags = small(module, savedir, *restarts, env=cls.__name__, steps=10**8)
-    result = main(*flags, module=module)
-    assert result.returncode in (1, 2), result.stderr
-    text = cls.__doc__.replace("environment 1", r"environment \d")
-    assert re.search(text, result.stderr), result.stderr
 
 
 @pytest.mark.survives("environment-hangs")

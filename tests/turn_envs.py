@@ -10,37 +10,25 @@ import time
 import numpy as np
 from gymnasium import spaces
 
+from tests.parallel_envs import Masked
 
-class Table:
+
+class Table(Masked):
     """Random games by turns: any agent may be next, also the same again, and each turn
     pays everybody. Agents die or are cut off, some before their first turn, and join
     late; after 12 turns all that are left are cut off. An agent observes (seed % 1000,
     game, turn, which agent it is, its last action). An action that is not allowed
     raises.
-
-    masks: what has masks of actions: "observation", "info" or None
     """
 
     metadata = {"name": "table_v0", "render_modes": ["rgb_array"], "render_fps": 5}
     possible_agents = ["ann", "bob", "cem"]
-    num_turns = 12
+    num_turns, num_seen = 12, 5
 
     def __init__(self, masks=None, render_mode=None, p_end=0.05):
         self.masks, self.render_mode, self.p_end = masks, render_mode, p_end
         self.rng, self.agents = np.random.default_rng(), []
         self.seed, self.game = 0, -1
-
-    @functools.cache  # noqa: B019
-    def observation_space(self, agent):
-        seen = spaces.Box(-1, 10**6, (5,), np.float32)
-        if self.masks == "observation":
-            mask = spaces.MultiBinary(5)
-            return spaces.Dict({"seen": seen, "action_mask": mask})
-        return seen
-
-    @functools.cache  # noqa: B019
-    def action_space(self, agent):
-        return spaces.Discrete(5)
 
     def reset(self, seed=None, options=None):
         if seed is not None:

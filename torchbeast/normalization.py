@@ -54,14 +54,14 @@ class RunningStatistics(nn.Module):
         if counted is not None:
             counted = counted.reshape(*counted.shape, *(1 for _ in self.mean.shape))
 
-        def total(x):
+        def sum_of(x):
             return (x if counted is None else torch.where(counted, x, 0)).sum(dims)
 
         difference = x.double().clamp(-LARGEST, LARGEST) - self.mean
-        n = total(torch.ones_like(difference))
-        n, first = sum_of_ranks(torch.stack([n, total(difference)]))
+        n = sum_of(torch.ones_like(difference))
+        n, first = sum_of_ranks(torch.stack([n, sum_of(difference)]))
         shift = first / n.clamp(min=1)
-        second = sum_of_ranks(total((difference - shift).square()))
+        second = sum_of_ranks(sum_of((difference - shift).square()))
         # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
         # computing sample variances" (1979).
         total = (self.count + n).clamp(min=1)
