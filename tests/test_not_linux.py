@@ -146,8 +146,8 @@ def test_nothing_is_left_of_monobeast_when_it_is_ended(signum, code, hidden, sav
 @pytest.mark.slow
 def test_the_launcher_runs_two_at_a_time(hidden, savedir):
     words = ["--slots", "2" if machine.num_cores() > 1 else "1", "--seed", "1,2", "--"]
-    words += ["python", "-m", "monobeast", "--env", "CartPole-v1", "--num_actors", "0"]
-    words += ["--total_steps", "2000", "--savedir", str(savedir)]
+    words += [sys.executable, "-m", "monobeast", "--env", "CartPole-v1"]
+    words += ["--num_actors", "0", "--total_steps", "2000", "--savedir", str(savedir)]
     result = run(*words, module="torchbeast.launch")
     assert result.returncode == 0, result.stderr
     assert [load(savedir, f"seed={i}")["step"] for i in (1, 2)] == [2000, 2000]
