@@ -21,7 +21,7 @@ class HostEnvironment(environment.Environment):
         check(env)
         self.env, self._envs = env, Environments(env, num_envs, torch.device("cpu"))
         self.name, self.texts = env.name, []
-        self.num_agents = self._envs.num_agents
+        self.num_agents = self.num_acting = self._envs.num_agents
         self.num_envs = num_envs * self.num_agents
         self.policies = self._envs.policies
         self.observation_space = env.observation_space
