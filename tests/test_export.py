@@ -175,6 +175,13 @@ def test_another_kind_of_file_is_refused(tmp_path, capsys):
     )
 
 
+def test_a_folder_that_is_not_there_is_named_before_any_work(tmp_path, capsys):
+    out = tmp_path / "typo" / "agent.pt2"
+    assert export.main(["--out", str(out), "--savedir", str(tmp_path)]) == 2
+    message = f"--out {out}: there is no directory {out.parent}"
+    assert message in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_there_is_named(tmp_path, capsys):
     assert write(tmp_path, "agent.pt2") == 2
     path = tmp_path / "x" / "model.tar"

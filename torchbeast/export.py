@@ -123,6 +123,8 @@ def export(flags):
         raise BadInput(
             f"--out {flags.out}: expected a name that ends in .pt2, .onnx or .tar"
         )
+    if not (folder := pathlib.Path(flags.out).parent).is_dir():
+        raise BadInput(f"--out {flags.out}: there is no directory {folder}")
     if kind == "tar":
         write_small(*find(flags)[1:], pathlib.Path(flags.out))
         return 0
