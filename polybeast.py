@@ -56,15 +56,15 @@ from torchbeast.threads import Threads
 # Flags whose defaults depend on the environment: those for Atari (docs/learning.md).
 DEFAULTS = dict(
     reward_clipping="abs_one", normalize_rewards=False, normalize_observations=False,
-    separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, ratio_clipping=0.0,
-    num_epochs=1, learning_rate=1e-3, entropy_cost=0.01,
+    separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, num_epochs=1,
+    learning_rate=1e-3, entropy_cost=0.01,
 )  # fmt: skip
-# A2C with the constants of openai/baselines: V-trace is A2C where acting waits for
-# learning.
+# A2C with openai/baselines' constants. V-trace is A2C where acting waits for learning.
 PRESETS = {
     "a2c": DEFAULTS | {"async": False} | dict(
         batch_size=16, num_envs=16, unroll_length=5, learning_rate=7e-4,
-        baseline_cost=1.0, loss_reduction="mean", grad_norm_clipping=0.5, net="nature",
+        ratio_clipping=0.0, baseline_cost=1.0, loss_reduction="mean",
+        grad_norm_clipping=0.5, net="nature",
     ),
 }  # fmt: skip
 
@@ -88,9 +88,9 @@ def parser():
     replay.add_size_flag(g, 100_000)
     g.add_argument("--vtrace_lambda", type=number(float, 0, 1), metavar="LAMBDA",
                    help="decay of V-trace's traces")
-    g.add_argument("--ratio_clipping", type=number(float, 0), metavar="X",
-                   help="have no action's probability change by more than this part of "
-                   "it, as in PPO; 0: do not limit the change")
+    g.add_argument("--ratio_clipping", type=number(float, 0), default=0.2,
+                   metavar="X", help="have no action's probability change by more than "
+                   "this part of it, as in PPO; 0: no limit (default: %(default)s)")
     agents.add_async_flag(g, True)
 
     g = p.add_argument_group("optimizer (RMSProp)")
@@ -138,8 +138,8 @@ class Agent(agents.Agent):
         if not has_images(observation_space):
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
             chosen.update(
-                normalize_observations=True, vtrace_lambda=0.95, ratio_clipping=0.2,
-                entropy_cost=1e-3, learning_rate=min(1e-3, 3e-4 * size),
+                normalize_observations=True, vtrace_lambda=0.95, entropy_cost=1e-3,
+                learning_rate=min(1e-3, 3e-4 * size),
             )  # fmt: skip
             if not flags.use_lstm:
                 chosen.update(

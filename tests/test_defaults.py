@@ -40,8 +40,8 @@ def test_ataris_are_as_docs_learning_has_them():
     flags = flags_of(ATARI, IMAGE, CHOICES)
     assert flags.chosen == {
         "normalize_observations": False, "normalize_rewards": False,
-        "reward_clipping": "abs_one", "vtrace_lambda": 1.0, "ratio_clipping": 0.0,
-        "entropy_cost": 0.01, "num_epochs": 1, "learning_rate": 1e-3,
+        "reward_clipping": "abs_one", "vtrace_lambda": 1.0, "entropy_cost": 0.01,
+        "num_epochs": 1, "learning_rate": 1e-3,
         "separate_value": False, "numbers_net": "mlp",
     }  # fmt: skip
 
@@ -95,8 +95,8 @@ def test_a_flag_that_is_given_wins():
     assert (flags.entropy_cost, flags.num_epochs) == (0.5, 2)
     assert not flags.normalize_observations
     assert flags.chosen.keys() == {
-        "normalize_rewards", "reward_clipping", "vtrace_lambda", "ratio_clipping",
-        "learning_rate", "separate_value", "numbers_net",
+        "normalize_rewards", "reward_clipping", "vtrace_lambda", "learning_rate",
+        "separate_value", "numbers_net",
     }  # fmt: skip
 
 
