@@ -50,7 +50,7 @@ def parser():
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
 
     g = p.add_argument_group("exploration")
-    add_exploration_flags(g, 0.01, 0.01, None)
+    add_exploration_flags(g, (0.01, 0.01), None)
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, None)

@@ -62,7 +62,7 @@ def parser():
                    help="a recurrent network, which learns from whole rollouts")
 
     g = p.add_argument_group("exploration")
-    add_exploration_flags(g, 0.01, 0.1, 10_000)
+    add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM", 10_000)
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, "none")
@@ -122,10 +122,14 @@ class Agent(QAgent):
     """Learns Q-values, in learn(), from samples of what it has seen."""
 
     def __init__(self, flags, observation_space, action_space):
-        batch_size = 16 if flags.use_lstm else 64
-        flags.replay_batch_size = flags.replay_batch_size or batch_size
         super().__init__(flags, observation_space, action_space)
         self.burn_in = flags.burn_in if flags.use_lstm else 0
+
+    def defaults(self, observation_space, action_space):
+        """Returns {flag: its value where the command line has none}."""
+        if self.flags.use_lstm:
+            return dict(replay_batch_size=16, exploration=(0.01, 0.1))
+        return dict(replay_batch_size=64, exploration=(0.01, 0.01))
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)

@@ -9,7 +9,7 @@ import pytest
 from tests.programs import ROOT, Program, main, read_logs
 
 PPO = ["--agent", "ppo"]
-DQN = ["--agent", "r2d2", "--no-use_lstm", "--exploration", 0.01, 0.01]
+DQN = ["--agent", "r2d2", "--no-use_lstm"]
 PQN = ["--agent", "pqn"]
 SAC = ["--agent", "sac"]
 # One step makes an episode, so that a policy may change often.

@@ -14,14 +14,18 @@ from torchbeast.networks import Network
 TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
 
 
-def add_exploration_flags(group, low, high, steps):
-    """Adds the flags of QAgent.act(). steps: the default, or None if the agent's
-    defaults() has it."""
+def add_exploration_flags(group, exploration, steps):
+    """Adds the flags of QAgent.act(). exploration: the default, or what the help says
+    of it if the agent's defaults() has it. steps: the default, or None."""
+    if isinstance(exploration, str):
+        default, text = None, exploration
+    else:
+        default, text = exploration, "{} {}".format(*exploration)
     # fmt: off
     group.add_argument("--exploration", nargs=2, type=number(float, 0, 1),
-                       default=(low, high), metavar=("LOW", "HIGH"),
+                       default=default, metavar=("LOW", "HIGH"),
                        help="probability of a random action: each episode draws its "
-                       f"own, log-uniformly (default: {low} {high})")
+                       f"own, log-uniformly (default: {text})")
     group.add_argument("--exploration_steps", type=number(int, 0), default=steps,
                        metavar="N", help="agent steps over which it falls from 1 to "
                        f"that (default: {steps or 'a tenth of --total_steps'})")
