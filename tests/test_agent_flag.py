@@ -89,6 +89,49 @@ def test_an_agent_may_have_flags_of_its_own(savedir, my_agent, monkeypatch):
     assert "--batch_of_my_own" not in main("--help").stdout
 
 
+def test_an_agent_whose_checkpoint_would_lack_its_weights_does_not_begin(
+    savedir, my_agent
+):
+    class Agent(polybeast.Agent):
+        def state_dict(self):
+            return {"mine": 1}
+
+    my_agent(Agent)
+    line = refusal(*flags_of("monobeast", savedir, "--agent", "my_agent"))
+    assert "state_dict() lacks 'model': it has to extend super()" in line
+
+
+def test_an_agent_that_does_not_count_its_updates_is_told_so(savedir, my_agent):
+    class Agent(polybeast.Agent):
+        def count(self):
+            pass
+
+    my_agent(Agent)
+    with pytest.raises(TypeError, match="did not call self.count()"):
+        main(*flags_of("monobeast", savedir, "--agent", "my_agent"))
+
+
+def test_a_network_without_an_encoder_gets_observations_as_they_are(savedir, my_agent):
+    class Net(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.inner, self.initial_state = net, net.initial_state
+
+        def forward(self, step, core_state):
+            return self.inner(step, core_state)
+
+    class Agent(polybeast.Agent):
+        def make_net(self, *spaces):
+            return Net(super().make_net(*spaces))
+
+    my_agent(Agent)
+    flags = flags_of("monobeast", savedir, "--agent", "my_agent", steps=40)
+    result = main(*flags)
+    assert result.returncode == 0 and "--no-normalize_observations" in result.stderr
+    line = refusal(*flags, "--xpid", "other", "--normalize_observations")
+    assert "the network of --agent my_agent has no `encoder`" in line
+
+
 # What act() returns.
 
 

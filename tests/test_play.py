@@ -45,6 +45,11 @@ def test_a_test_whose_output_nobody_reads_ends_without_a_word(trained):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
+def test_a_video_of_another_kind_is_refused_before_the_game(trained):
+    flags = ("--savedir", trained, "--mode", "test", "--video", trained / "pong")
+    assert "pong: expected a name that ends in .mp4" in refusal(*flags)
+
+
 def test_results_of_earlier_tests_stay(trained):
     flags = ("--savedir", trained, "--mode", "test", "--num_test_episodes")
     # As it was when a file had one result.
@@ -64,12 +69,12 @@ def test_a_test_says_what_it_takes_from_the_checkpoint_and_what_is_given_wins(sa
     test += ("--env", "CartPole-v1", "--agent", "polybeast")
     result = main(*test)
     [taken] = re.findall("^from the checkpoint: (.*)", result.stdout)
-    assert '--env_args [["sutton_barto_reward", true]], --use_lstm true' in taken
+    assert "--env_args sutton_barto_reward=True --use_lstm" in taken
     assert "--env " not in taken and "--agent" not in taken
     assert "mean return -1.00" in result.stdout
     result = main(*test, "--env_args")
     [taken] = re.findall("^from the checkpoint: (.*)", result.stdout)
-    assert "--use_lstm true" in taken and "--env_args" not in taken
+    assert "--use_lstm" in taken and "--env_args" not in taken
     assert result.returncode == 0 and "mean return -1.00" not in result.stdout
 
 

@@ -333,6 +333,7 @@ def test_a_learner_that_no_server_serves_says_why_in_one_line(savedir):
     [
         (["--env", "CartPoel-v1"], "CartPole-v1"),
         (["--video", "x.mp4"], "--video goes with --mode test"),
+        (["--serveraddresses", "a:1"], "did you mean --server_addresses?"),
         (["--net", "huge"], "--net"),
         (["--server_addresses", ""], "--server_addresses"),
         (["--learner_device", "cuda:99"], "--learner_device cuda:99"),

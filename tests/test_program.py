@@ -445,7 +445,7 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--discounting", "1.5"], ["--discounting", "1.5", "<= 1"]),
         (["--unroll_length", "nan"], ["--unroll_length", "not an integer"]),
         (["--entropy_cost", "nan"], ["--entropy_cost", "nan"]),
-        (["--batchsize", "3"], ["--batchsize"]),
+        (["--batchsize", "3"], ["--batchsize", "did you mean --batch_size?"]),
         (["--total", "3"], ["--total"]),  # Nothing is abbreviated.
         (["--num_actors", "3", "--envs_per_actor", "4", "--num_buffers", "8"],
          ["--num_buffers 8", "--num_actors 3", "--batch_size"]),

@@ -145,9 +145,19 @@ class Agent:
         raise NotImplementedError
 
     def normalized(self, net):
-        """Returns the network with its `encoder`, if it has one, replaced, where
-        observations are normalised. Networks of an agent have the same statistics."""
-        if self.flags.normalize_observations and hasattr(net, "encoder"):
+        """Returns the network with its `encoder` replaced, where observations are
+        normalised. Networks of an agent have the same statistics. Raises BadInput if
+        the network has no encoder and --normalize_observations was given."""
+        flags = self.flags
+        if flags.normalize_observations and not hasattr(net, "encoder"):
+            if "normalize_observations" not in getattr(flags, "chosen", {}):
+                raise BadInput(
+                    f"--normalize_observations: the network of --agent {flags.agent} "
+                    "has no `encoder`, which would get them"
+                )
+            flags.normalize_observations = False
+            flags.chosen["normalize_observations"] = False
+        if flags.normalize_observations:
             before = getattr(self, "net", None)
             statistics = None if before is None else before.encoder.statistics
             space = self.observation_space

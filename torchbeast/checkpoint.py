@@ -95,7 +95,16 @@ def load_agent_state(agent, checkpoint, path):
 
 
 def check_agent_state(agent):
-    """Raises BadInput if the agent's state_dict() holds what read() would refuse."""
+    """Raises BadInput if the agent's state_dict(), or that of one of several policies,
+    lacks what resuming needs, or holds what read() would refuse."""
+    for one in getattr(agent, "agents", {"": agent}).values():
+        state = one.state_dict()
+        for name in ("model", "optimizer", "step", "updates"):
+            if name not in state:
+                raise BadInput(
+                    f"the agent's state_dict() lacks {name!r}: it has to extend "
+                    "super().state_dict()"
+                )
     data = to_bytes(agent.state_dict())
     try:
         from_bytes(data)

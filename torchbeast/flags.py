@@ -4,6 +4,7 @@ No torch in here: environment servers import this file.
 """
 
 import argparse
+import difflib
 import importlib
 import math
 import os
@@ -45,6 +46,10 @@ class Parser(argparse.ArgumentParser):
                               help="defaults for a kind of environment")  # fmt: skip
 
     def error(self, message):
+        if typed := re.search("unrecognized arguments: (--[^ =]+)", message):
+            options = [x for a in self._actions for x in a.option_strings]
+            if close := difflib.get_close_matches(typed[1], options, n=1, cutoff=0.8):
+                message += f"; did you mean {close[0]}?"
         self.exit(2, error_line(self.prog, message))
 
 
@@ -170,7 +175,13 @@ def words_of(flags):
         if x is False:
             policy, dot, name = name.rpartition(".")
             name = f"{policy}{dot}no-{name}"
-        words.append(f"--{name}" if isinstance(x, bool) else f"--{name} {x}")
+        words.append(f"--{name}")
+        if not isinstance(x, bool):
+            items = x if isinstance(x, (list, tuple)) else [x]
+            texts = (
+                f"{y[0]}={y[1]}" if isinstance(y, (list, tuple)) else y for y in items
+            )
+            words += [shlex.quote(str(text)) for text in texts]
     return " ".join(words)
 
 

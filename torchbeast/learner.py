@@ -122,8 +122,9 @@ class Learner:
         exit_code = 1  # Of an exception.
         if self.finished:
             log.info(
-                "step %d of %d: nothing is left to do", run.step, flags.total_steps
-            )
+                "step %d of %d: nothing is left to do; a larger --total_steps goes on",
+                run.step, flags.total_steps,
+            )  # fmt: skip
             run.close()
             return 0
         with Signals() as signals, processes or contextlib.nullcontext():
@@ -212,8 +213,11 @@ class Learner:
         devices.use(self.device)
         with self._timed():
             with ranks.current.update():
+                updates = getattr(self.agent, "updates", -1)  # Several policies: none.
                 statistics = self.agent.learn(batch)
             check_statistics(statistics)
+            if updates == getattr(self.agent, "updates", None):
+                raise TypeError("learn() did not call self.count()")
             policy_lag = self.updates - sum(versions) / len(versions)
             self.updates += 1
             rewards = self._symptoms.of_rewards(batch)

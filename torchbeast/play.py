@@ -171,6 +171,8 @@ class Video:
             raise BadInput(
                 "--video needs: pip install opencv-python-headless"
             ) from None
+        if not path.endswith(".mp4"):
+            raise BadInput(f"--video {path}: expected a name that ends in .mp4")
         self._cv2 = cv2
         self._path = path
         self._fps = fps

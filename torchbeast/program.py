@@ -1,12 +1,18 @@
 """What a training program does with its command line."""
 
 import argparse
-import json
 import os
 import sys
 
 from torchbeast import checkpoint, machine, play, ranks, run, torchrun, tracking
-from torchbeast.flags import Parser, error_line, parse_args, run_command, run_parser
+from torchbeast.flags import (
+    Parser,
+    error_line,
+    parse_args,
+    run_command,
+    run_parser,
+    words_of,
+)
 from torchbeast.messages import BadInput, Stop
 
 
@@ -79,10 +85,11 @@ def say_taken(flags, defaults, saved):
     without a default that the checkpoint's command did not have either were derived."""
     now, before = (machine.plain(vars(x)) for x in (flags, defaults))
     given = {word.split("=")[0] for word in saved.get("command", ())}
-    taken = [
-        f"--{name} {json.dumps(now[name])}"
+    taken = {
+        name: now[name]
         for name, default in before.items()
-        if now[name] != default and (default is not None or f"--{name}" in given)
-    ]
+        if now[name] != default
+        and (default is not None or {f"--{name}", f"--no-{name}"} & given)
+    }
     if taken:
-        print(f"from the checkpoint: {', '.join(taken)}", flush=True)
+        print(f"from the checkpoint: {words_of(taken)}", flush=True)

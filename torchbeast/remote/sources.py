@@ -51,7 +51,8 @@ def server_parser() -> argparse.ArgumentParser:
                    metavar="N", help="streams of hosts that dial in, at most "
                    "(default: %(default)s)")
     g.add_argument("--num_servers", type=number(int, 1), metavar="N",
-                   help="servers of its own (default: one per core)")
+                   help="servers of its own, without --server_addresses (default: one "
+                   "per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), metavar="E",
                    help="environments of each (default: 32 in all)")
     g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
