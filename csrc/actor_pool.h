@@ -77,8 +77,9 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 // With allowed_rollouts, actors begin no more than so many, and as many as allow(n) has
 // added; then they wait, for allow() or until they end. A rollout that is lost is given
 // back. Environments of a stream begin theirs together, as soon as one is allowed. Where
-// agents act by turns, each row begins alone, and the actor goes on while any row of its
-// stream fills a rollout: what the others do until they may begin is in none.
+// agents act by turns, a stream takes as many together, and each row begins one at a
+// turn of its own. The actor goes on while any row of its stream fills a rollout: what
+// the others do until they may begin is in none.
 //
 // A stream that fails costs its unfinished rollout: the actor connects again, after
 // 0.1 s and up to 10 s if it goes on failing. So does one whose host has not answered
@@ -245,7 +246,7 @@ class ActorPool {
   void allow(int64_t num_rollouts) {
     {
       std::lock_guard<std::mutex> lock(mu_);
-      if (allowed_ == std::numeric_limits<int64_t>::max()) return;
+      if (!limited()) return;
       allowed_ += num_rollouts;
     }
     changed_.notify_all();
@@ -386,7 +387,7 @@ class ActorPool {
   struct Actor {  // All but the thread guarded by mu_.
     Status status;
     bool removed = false;
-    int64_t filling = 0;           // Rollouts that are begun and not delivered.
+    int64_t filling = 0;           // Rollouts that are begun, or taken, not delivered.
     std::function<void()> cancel;  // The stream that is under way.
     Clock::time_point since;       // When its stream began.
     bool silent = false;           // It took too long.
@@ -426,6 +427,9 @@ class ActorPool {
   }
   [[nodiscard]] bool ends(const Actor& actor) const {
     return stopping_ || actor.removed;
+  }
+  [[nodiscard]] bool limited() const {
+    return allowed_ != std::numeric_limits<int64_t>::max();
   }
 
   [[nodiscard]] static std::string seconds(double s) {
@@ -746,6 +750,10 @@ class ActorPool {
     // Waits until a rollout may be begun. Returns false instead if other rows fill
     // theirs meanwhile. Throws Closed if the actor ends before that.
     [[nodiscard]] bool begin() {
+      if (num_taken_ > 0) {
+        num_taken_ -= width_;
+        return true;
+      }
       const bool others = std::any_of(groups_.begin(), groups_.end(),
                                       [](const Group& group) { return group.t >= 0; });
       std::unique_lock<std::mutex> lock(pool_->mu_);
@@ -757,8 +765,11 @@ class ActorPool {
       if (others && !allowed()) return false;
       wait(&lock, &pool_->changed_, nullptr, std::nullopt, allowed);
       if (pool_->ends(*actor_)) throw Closed("the actor ends");
-      rollouts.begun += width_;
-      actor_->filling += width_;
+      // Those of all rows, lest the first ones to move take what others are to begin.
+      const int64_t num = pool_->limited() ? num_envs_ : width_;
+      num_taken_ = num - width_;
+      rollouts.begun += num;
+      actor_->filling += num;
       return true;
     }
 
@@ -796,6 +807,7 @@ class ActorPool {
     const std::optional<size_t> waits_;  // A leaf of the step.
     const int64_t width_;                // Environments of a group.
     std::vector<Group> groups_;
+    int64_t num_taken_ = 0;   // Rollouts that rows may begin.
     Nest<Array> step_;        // The newest.
     Nest<Array> core_state_;  // Before it.
     std::shared_ptr<const Structure> inputs_;

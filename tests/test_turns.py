@@ -113,7 +113,8 @@ def check_rollouts(found, script, agent, seed, windows):
     """Compares all rollouts of the rows of E environments with a plain loop.
 
     windows: a function of an agent's steps and number of rollouts that returns a list
-        of [begin, end], those of its rollouts; None: they only must not overlap.
+        of [begin, end], those of its rollouts; or K: they have T + K + 1 steps, and
+        those of two overlap by no more than K + 1.
     """
     found = [map_structure(lambda x, i=i: x[:, i : i + 1], r) for r in found
              for i in range(r["done"].shape[1])]  # fmt: skip
@@ -141,9 +142,9 @@ def check_rollouts(found, script, agent, seed, windows):
             own = [r for r in mine if seen(r)[0, 3] == i]
             at = [tuple(what(s["observation"])[1:3]) for s, _, _ in steps]
             begins = [at.index(tuple(seen(r)[0, 1:3])) for r in own]
-            if windows is None:
-                ends = [begin + T for begin in begins]
-                assert all(x >= y for x, y in zip(begins[1:], ends))
+            if isinstance(windows, int):
+                ends = [begin + T + windows for begin in begins]
+                assert all(x + windows >= y for x, y in zip(begins[1:], ends))
             else:
                 expected_begins, ends = zip(*windows(steps, len(own)))
                 assert begins == list(expected_begins)
@@ -247,10 +248,12 @@ def test_an_actors_rollouts_have_the_turns_of_one_agent_each(
     check_rollouts(found, script, agent, 3, windows)
 
 
-def test_where_acting_waits_for_updates_no_actor_waits_for_itself():
+@pytest.mark.parametrize("burn_in", [0, 3])
+def test_where_acting_waits_for_updates_no_actor_waits_for_itself(burn_in):
     """Its rollouts fill at their own pace; those that are full wait for the others."""
     env = make_env(turn_envs.Two)
     agent = make_agent(env)
+    agent.burn_in = burn_in
     flags = parse("--use_lstm", "--envs_per_actor", E, "--no-async", "--batch_size", 8)
     actor, buffers, arrays = make_actor(flags, env, 3, agent)
     assert flags.num_buffers == 8
@@ -267,13 +270,13 @@ def test_where_acting_waits_for_updates_no_actor_waits_for_itself():
             free, full = full, []
         if len(found) > 8:
             break
-    check_rollouts(found, functools.partial(turn_envs.Two), agent, 3, None)
+    check_rollouts(found, functools.partial(turn_envs.Two), agent, 3, burn_in)
 
 
 @contextlib.contextmanager
-def streams(script, agent, **options):
-    """An ActorPool with a real server of E environments of this script. Yields (its
-    queue, the pool)."""
+def streams(script, agent, num_streams=1, **options):
+    """An ActorPool with streams from a real server, each of E environments of this
+    script. Yields (its queue, the pool)."""
     queue = BatchingQueue(1, minimum_batch_size=1, maximum_batch_size=1,
                           maximum_queue_size=4)  # fmt: skip
     batcher = DynamicBatcher(1)
@@ -282,8 +285,9 @@ def streams(script, agent, **options):
     flags = ["--num_servers", 1, "--envs_per_server", E, "--address", address]
     flags += ["--env_args", f"masks={masks!r}"]
     with servers(*flags, env=ENVS + name):
-        pool = ActorPool(T, queue, batcher, [address], agent.initial_state(1), seed=3,
-                         connect_timeout_s=30, **options)  # fmt: skip
+        pool = ActorPool(T, queue, batcher, num_streams * [address],
+                         agent.initial_state(1), seed=3, connect_timeout_s=30,
+                         **options)  # fmt: skip
         weights = learner.PublishedWeights(agent.net, CPU)
         infer = functools.partial(polybeast.inference, batcher, agent, weights, CPU)
         threads = [threading.Thread(target=x) for x in (pool.run, infer)]
@@ -324,7 +328,20 @@ def test_where_acting_waits_for_updates_no_stream_waits_for_itself():
             found += [queue.dequeue_many() for _ in range(B)]
             assert pool.rollouts()["begun"] == len(found)
             pool.allow(B)
-    check_rollouts(found, script, agent, derive_seed(3, 0, 0, 0), None)
+    check_rollouts(found, script, agent, derive_seed(3, 0, 0, 0), 0)
+
+
+def test_where_acting_waits_for_updates_all_rows_of_a_stream_begin_rollouts():
+    """Else agents that move first would begin what the others are to begin."""
+    script, B = functools.partial(turn_envs.Steady), 2 * E
+    agent = make_agent(environment.Environment(script()))
+    options = dict(allowed_rollouts=B, num_streams=3)
+    with streams(script, agent, **options) as (queue, pool):
+        for _ in range(8):
+            batch = [queue.dequeue_many() for _ in range(B)]
+            agents = [int(r["observation"][0, 0, 3]) for r in batch]
+            assert sorted(agents) == E * [0] + E * [1]
+            pool.allow(B)
 
 
 def test_where_all_wait_core_states_stand_still():

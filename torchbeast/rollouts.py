@@ -302,7 +302,7 @@ def of_rows(actor, buffers, begin):
     states = [deque(maxlen=K + 1) for _ in range(E)]  # Before each of the last steps.
 
     def repeat(x, buffer):
-        buffer[: len(x), indices[again]] = x
+        buffer[: len(x), indices[again]] = x[:, ends_again]
 
     def write_state(x, buffer):
         buffer[:, indices[e]] = x[:, e].numpy()
@@ -334,6 +334,7 @@ def of_rows(actor, buffers, begin):
             t[rows], indices[rows] = 0, given
             write_rows(step, buffers, t, indices, np.isin(np.arange(E), rows))
             if K > 0 and len(again := rows[ends[rows]]):
+                ends_again = np.isin(np.flatnonzero(ends), again)
                 map_structure(repeat, overlap, buffers)
                 t[again] = K
             for e in rows:
