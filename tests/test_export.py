@@ -144,7 +144,8 @@ def test_a_small_checkpoint_has_all_policies_of_warpbeast(tmp_path):
 
 def test_a_small_checkpoint_does_not_resume(tmp_path, capsys):
     train(tmp_path)
-    assert write(tmp_path, "x/model.tar") == 0
+    assert write(tmp_path, "small.tar") == 0
+    (tmp_path / "small.tar").rename(tmp_path / "x/model.tar")
     words = "--savedir", tmp_path, "--xpid", "x", "--env", "CartPole-v1"
     result = main(*words, "--num_actors", 0)
     assert result.returncode == 2 and "lacks the agent's 'optimizer'" in result.stderr
@@ -186,3 +187,11 @@ def test_a_run_that_is_not_there_is_named(tmp_path, capsys):
     assert write(tmp_path, "agent.pt2") == 2
     path = tmp_path / "x" / "model.tar"
     assert f"no checkpoint at {path}" in capsys.readouterr().err
+
+
+def test_a_small_checkpoint_does_not_take_the_place_of_the_large_one(tmp_path, capsys):
+    train(tmp_path)
+    before = (tmp_path / "x/model.tar").read_bytes()
+    assert write(tmp_path, "x/model.tar") == 2
+    assert "model.tar: expected another file than" in capsys.readouterr().err
+    assert (tmp_path / "x/model.tar").read_bytes() == before

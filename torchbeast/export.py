@@ -126,7 +126,7 @@ def export(flags):
     if not (folder := pathlib.Path(flags.out).parent).is_dir():
         raise BadInput(f"--out {flags.out}: there is no directory {folder}")
     if kind == "tar":
-        write_small(*find(flags)[1:], pathlib.Path(flags.out))
+        write_small(*find(flags), pathlib.Path(flags.out))
         return 0
     agent, step, about = load(flags)
     acting = Acting(agent).eval()
@@ -145,8 +145,11 @@ def export(flags):
     return 0
 
 
-def write_small(saved, own, out):
-    """Writes what of a checkpoint plays. own: its flags of environment and agent."""
+def write_small(path, saved, own, out):
+    """Writes what of the checkpoint at path plays. own: its flags of environment and
+    agent. Raises BadInput if it would take the checkpoint's place."""
+    if out.exists() and out.samefile(path):
+        raise BadInput(f"--out {out}: expected another file than the checkpoint")
     agent = saved["flags"].get("agent", "polybeast")
     own |= {"agent": agent, "command": own.get("command", ["monobeast"])[:1]}
     state, step = weights(saved.get("agent", saved)), saved["step"]
