@@ -4,10 +4,10 @@
     frames, 84x84 grey by area interpolation, stack 4: [4, 84, 84] uint8, oldest first;
     a lost life ends a training episode; rewards are not clipped (learn() does that).
 
-It is here twice. make_vector() is ale-py's, in C++, which training uses. make_python()
-is the same from parts of Gymnasium and OpenCV, to edit and to render. They agree pixel
-by pixel (tests/test_atari_wrappers.py), except that ale-py leaves the last screen out
-of the newest frame where it cuts a game off after half an hour of play.
+There are two implementations. make_vector() is ale-py's, in C++, which training uses.
+make_python() is the same from parts of Gymnasium and OpenCV, to edit and to render.
+They agree pixel by pixel (tests/test_atari_wrappers.py), except that ale-py leaves the
+last screen out of the newest frame where it cuts a game off after half an hour.
 
 For the protocol of Machado et al. (2018), arXiv 1709.06009: --sticky_actions 0.25
 --full_action_space --no-terminal_on_life_loss.

@@ -111,7 +111,7 @@ class Actor:
             yield [(index, versions[index]) for index in indices]
 
     def whole_rollouts(self, buffers, begin):
-        """Yields lists of indices of full buffers. begin(n) returns those of n free."""
+        """Yields lists of indices of full buffers. begin(n): returns n free ones'."""
         while True:
             indices = begin(self.env.num_envs)
             self.rollout(buffers, indices)
@@ -131,7 +131,7 @@ class Actor:
         """Fills the buffers of the E indices with T new steps each (the first time with
         K + T).
 
-        buffers: a nest of NumPy arrays [K + T, num_buffers, ...].
+        buffers: a nest of NumPy arrays [K + T (+ 1), num_buffers, ...].
         """
         T, begin = self.flags.unroll_length, len(self.overlap["reward"]) - 1
         first, E = indices[0], len(indices)

@@ -83,14 +83,14 @@ def parser():
     g.add_argument("--loss_reduction", default="sum", choices=vtrace.REDUCTIONS,
                    help="reduction over T and B (default: %(default)s)")
     g.add_argument("--replay_fraction", type=number(float, 0, 0.99), default=0.0,
-                   metavar="X", help="part of what is learned from that was seen "
-                   "before; V-trace corrects for its age (default: %(default)s)")
+                   metavar="X", help="share of replayed rollouts in a batch; V-trace "
+                   "corrects for their age (default: %(default)s)")
     replay.add_size_flag(g, 100_000)
     g.add_argument("--vtrace_lambda", type=number(float, 0, 1), metavar="LAMBDA",
-                   help="decay of V-trace's traces")
+                   help="V-trace's lambda, the decay of later steps in targets")
     g.add_argument("--ratio_clipping", type=number(float, 0), default=0.2,
-                   metavar="X", help="have no action's probability change by more than "
-                   "this part of it, as in PPO; 0: no limit (default: %(default)s)")
+                   metavar="X", help="as PPO's: an action whose probability has "
+                   "changed by more has no gradient; 0: no clip (default: %(default)s)")
     agents.add_async_flag(g, True)
 
     g = p.add_argument_group("optimizer (RMSProp)")
@@ -193,7 +193,7 @@ class Agent(agents.Agent):
         grad_norm is the gradient's norm before clipping. loss() describes the others.
         """
 
-        def loss(batch):  # It gets slices of the batch where memory is short.
+        def loss(batch):  # It may get slices of the batch (set_gradients()).
             outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
             return self.loss(batch, outputs)
 

@@ -34,8 +34,8 @@ def environment_parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("environment")
     g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
                    help="environment, by Gymnasium's name; MODULE:ID imports MODULE "
-                   "first; MODULE:NAME is PettingZoo's that NAME of MODULE makes "
-                   "(default: %(default)s)")
+                   "first; MODULE:NAME calls NAME of MODULE, which makes one of "
+                   "PettingZoo's (default: %(default)s)")
     g.add_argument("--env_args", nargs="*", type=environment.argument, default=[],
                    metavar="NAME=VALUE", help="arguments of the environment's "
                    "constructor (default: none)")
@@ -63,8 +63,8 @@ def environment_parser() -> argparse.ArgumentParser:
 
 
 def create_env(flags, num_envs, render_mode=None, seed=None):
-    """Makes num_envs environments that step together. To use another environment, edit
-    this function.
+    """Makes num_envs environments that step together, of a list or of one VectorEnv. To
+    use another environment, edit this function.
 
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
     seed: belongs to these environments alone. reset() gets it, too; environments that
@@ -152,7 +152,7 @@ def serve(flags):
             raise BadInput("expected --address or --learner, not both")
         module = "dialer"
         found = addresses.of_flag("--learner", flags.learner, list)
-        first = random.randrange(len(found))  # No learner is to come last always.
+        first = random.randrange(len(found))  # No learner is always the last.
         where = list(islice(cycle(found), first, first + flags.num_servers))
     tls.check(flags, where)
     tls.load(flags, {"server": "server", "dialer": "client"}[module])

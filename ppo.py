@@ -7,14 +7,14 @@
 Read it top to bottom: flags, Net, Agent. What it does not define is in
 torchbeast/agents.py.
 
-Each batch is learned from several times, in minibatches, and each update is waited for
-before acting goes on. With --async it is not, and rollouts are of older policies, for
-which the objective is decoupled (Hilton et al., "Batch size-invariance for policy
-optimization", arXiv 2110.00641): the ratio that is clipped is to the policy at the
-start of the update; the ratio of that one to the policy that acted, whose parameters
-are in the rollout, is an importance weight, of V-trace's advantages as well (arXiv
-1802.01561). Without --async both are the same policy (docs/agents.md has the one
-exception): weights are 1, advantages are GAE's, and the objective is PPO's.
+Each batch is learned from several times, in minibatches, and acting waits for each
+update. With --async it does not, and rollouts are of older policies, for which the
+objective is decoupled (Hilton et al., "Batch size-invariance for policy optimization",
+arXiv 2110.00641). The ratio pi / pi_start is clipped, to the policy at the start of the
+update; pi_start / pi_acted, whose parameters are in the rollout, is an importance
+weight, of V-trace's advantages as well (arXiv 1802.01561). Without --async pi_start is
+pi_acted (docs/agents.md has the one exception): weights are 1, advantages are GAE's,
+and the objective is PPO's.
 
 T is the unroll length, B the batch size, P the number of parameters of a distribution.
 """
@@ -55,7 +55,7 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-MAX_WEIGHT = 100  # Of one step, where rollouts are old.
+MAX_WEIGHT = 100  # The largest importance weight, where rollouts are old.
 
 
 def parser():
@@ -74,7 +74,7 @@ def parser():
                    help="clip the change of the value as well")
     agents.add_actor_critic_flags(g)
     g.add_argument("--gae_lambda", type=number(float, 0, 1), default=0.95,
-                   metavar="LAMBDA", help="of the advantages (default: %(default)s)")
+                   metavar="LAMBDA", help="lambda of GAE (default: %(default)s)")
     agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (Adam)")
@@ -157,8 +157,8 @@ class Agent(agents.Agent):
         ...]. Returns the means of what is logged.
 
         kl is an estimate of KL(policy at the start of the update || policy),
-        clip_fraction how many ratios are clipped, explained_variance what the values
-        explain of the returns'.
+        clip_fraction the share of ratios that are clipped, explained_variance the share
+        of the returns' variance that the values explain.
         """
         learning_rate = self.flags.learning_rate * self.fraction_left()
         self.set_learning_rate(learning_rate)
@@ -179,7 +179,7 @@ class Agent(agents.Agent):
 
             log_prob, value, target, advantage  [T, B], of these actions, by the network
                   at the start of the update
-            weight  [T, B], its probability of the action over that of who acted
+            weight  [T, B], its probability of the action over that when it was taken
             real  [T, B] bool, the step was not the last of an episode
         """
         outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
@@ -189,12 +189,13 @@ class Agent(agents.Agent):
         value, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
         rewards, real = self.rewards(batch), ~batch["done"][1:]
         discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
-        # V-trace's advantage is GAE's where all rhos are 1.
+        # V-trace's values, and advantages without rho, which is in the weight. They are
+        # GAE's where all rhos are 1.
         target = vtrace.from_importance_weights(
             log_rhos, discounts, rewards, value, bootstrap_value, real,
             lambda_=self.flags.gae_lambda,
         ).vs  # fmt: skip
-        following = torch.cat([target[1:] - value[1:], 0 * target[:1]])
+        following = torch.cat([target[1:] - value[1:], torch.zeros_like(target[:1])])
         following = self.flags.gae_lambda * following
         following += outputs["baseline"][1:]
         advantage = torch.where(real, rewards + discounts * following - value, 0)

@@ -29,7 +29,7 @@ from torchbeast.gradients import means, set_gradients
 from torchbeast.nests import map_structure
 from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
 
-# Rlpyt's "ernbw" (atari_dqn.py beside it), smaller.
+# Rlpyt's "ernbw" (configs/atari/dqn/atari_dqn.py), smaller.
 DQN = dict(
     use_lstm=False, reward_clipping="abs_one", exploration=(0.01, 0.01),
     exploration_steps=100_000, target_interval=4000, replay_size=300_000,
@@ -184,7 +184,7 @@ class Agent(QAgent):
         self.credit.leave_out_padding(batch)
         parts = []
 
-        def loss(batch):  # It gets slices of the batch where memory is short.
+        def loss(batch):  # It may get slices of the batch (set_gradients()).
             errors, real, q = self.td_errors(batch, sampled=True)
             losses = targets.quantile_loss(errors)  # [T, B]
             errors = errors.detach().mean((2, 3))
@@ -199,7 +199,7 @@ class Agent(QAgent):
         statistics = set_gradients(parameters, loss, batch)
         grad_norm = nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
         self.optimizer.step()
-        # (Only the last ones: a batch that did not fit was begun more than once.)
+        # A batch that did not fit was begun again: the last `num` are the whole one.
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
         self.replay.set_priorities(items, self.priorities(errors, real))
         self.gradient_steps += 1

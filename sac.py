@@ -9,8 +9,8 @@ Read it top to bottom: flags, Actor, Agent. What they do not define is in
 torchbeast/actor_critic.py, which td3.py reads, too, and in torchbeast/agents.py.
 
 The actor chooses actions in the bounds of their Box. Two critics learn their values;
-the smaller of both is believed. Entropy is worth as much as keeps that of the policy at
-its target. Entropies are those of numbers in units of their bounds.
+the smaller of both is believed. The weight of entropy is learned, so that the policy's
+stays at its target. Entropies are those of numbers in units of their bounds.
 
 With BatchRenorm between their layers, critics need no target networks: CrossQ (Bhatt et
 al., arXiv 1902.05605).
@@ -101,7 +101,7 @@ class Agent(ReplayAgent):
     # Learning.
 
     def start_learning(self, device):
-        # For the weight of entropy:
+        # Of the weight of entropy.
         self.log_alpha = torch.zeros((), device=device, requires_grad=True)
         self.target_entropy = self.flags.target_entropy
         if self.target_entropy is None:
@@ -150,7 +150,7 @@ class Agent(ReplayAgent):
         return loss, {"critic_loss": loss, "q": scale * q.mean(0).sum()}
 
     def actor_loss(self, batch):
-        """The actor's and that of the weight of entropy."""
+        """The sum of the actor's loss and of that of the weight of entropy."""
         now = map_structure(lambda x: x[0], batch["observation"])
         scale, weight = 1 / self.flags.replay_batch_size, self.log_alpha.detach().exp()
         action, log_prob = self.sample_action(now)

@@ -1,6 +1,6 @@
 """TD3 (Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic
-Methods", arXiv 1802.09477): continuous actions, learned from replay by an actor that
-leaves nothing to chance.
+Methods", arXiv 1802.09477): continuous actions, learned from replay by a
+deterministic actor.
 
     python -m monobeast --agent td3 --env Pendulum-v1
     python -m monobeast --agent td3 --preset mujoco --env HalfCheetah-v5
@@ -70,7 +70,7 @@ def parser():
 
 class Actor(nn.Module):
     """Maps observations [N, ...] to the parameters [N, P] of a distribution, of which
-    only the means count. features() maps them to actions [N, D]."""
+    only the means count. features() maps observations to actions [N, D]."""
 
     def __init__(self, encoder, hidden_sizes, distribution):
         super().__init__()

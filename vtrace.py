@@ -31,7 +31,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 class VTraceReturns(NamedTuple):
     vs: Tensor  # [T, B] value targets v_s.
-    pg_advantages: Tensor  # [T, B] rho_s * (r_s + gamma_s * v_{s+1} - V(x_s)).
+    pg_advantages: Tensor  # [T, B] advantage_s of from_importance_weights().
 
 
 class VTraceFromLogitsReturns(NamedTuple):
@@ -82,7 +82,7 @@ def from_logits(
     values: Tensor,  # [T, B]
     bootstrap_value: Tensor,  # [B]
     mask: Tensor | None = None,  # [T, B] bool
-    **thresholds: Any,  # As of from_importance_weights.
+    **thresholds: Any,  # from_importance_weights() has them.
 ) -> VTraceFromLogitsReturns:
     """V-trace for softmax policies. The arguments of from_importance_weights, with
     log_rhos computed from both policies' logits."""
@@ -110,7 +110,7 @@ def from_log_probs(
     values: Tensor,  # [T, B]
     bootstrap_value: Tensor,  # [B]
     mask: Tensor | None = None,  # [T, B] bool
-    **thresholds: Any,  # As of from_importance_weights.
+    **thresholds: Any,  # from_importance_weights() has them.
 ) -> VTraceFromLogitsReturns:
     """V-trace for any policy and any kind of action: it needs only the actions'
     log-probabilities, or log-densities."""
@@ -136,7 +136,7 @@ def from_importance_weights(
     bootstrap_value: Tensor,  # [B, ...] V(x_T).
     mask: Tensor | None = None,  # [T, B, ...] bool, False: not a real transition.
     clip_rho_threshold: float | None = 1.0,  # rho-bar. None: no clipping.
-    clip_pg_rho_threshold: float | None = 1.0,  # The same, for the advantages.
+    clip_pg_rho_threshold: float | None = 1.0,  # Of advantages' rho.
     clip_c_threshold: float | None = 1.0,  # c-bar.
     lambda_: float = 1.0,  # Remark 2: c_s is multiplied by it.
 ) -> VTraceReturns:
@@ -196,7 +196,7 @@ def from_importance_weights(
 
 
 def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
-    """Returns y_s = x_s + decay_s * y_{s+1}, all [T, ...]; y_{T+1} is 0."""
+    """Returns y_s = x_s + decay_s * y_{s+1}, all [T, ...]; y_T is 0."""
     # A scan: each round doubles the number of steps whose terms are in y_s. It takes
     # log2(T) rounds over [T, ...]; a loop takes T tiny ones, several launches each.
     y, k = x, 1
@@ -236,7 +236,7 @@ def compute_losses(
     entropy_cost: float,
     reduction: str = "sum",
     ratio_clipping: float = 0.0,  # PPO's epsilon. 0: none.
-    **thresholds: Any,  # As of from_importance_weights.
+    **thresholds: Any,  # from_importance_weights() has them.
 ) -> Losses:
     """IMPALA's loss for any policy: V-trace, the three losses, and their sum.
 

@@ -277,10 +277,10 @@ class TagGridWorld:
         to_x, to_y = state["x"] + self.dx[action], state["y"] + self.dy[action]
         state = {"x": to_x.clamp(0, self.size), "y": to_y.clamp(0, self.size), "t": t}
         tagged = self._tagged(state)[:, None]
-        # The runner is paid what the taggers are charged, and the other way round.
-        gain = torch.where(tagged, self.tag_reward, -self.step_cost)
-        loss = torch.where(tagged, -self.tag_penalty, self.step_cost)
-        reward = torch.where(self.is_runner, loss, gain)
+        # A step without a tag costs each tagger what it pays the runner.
+        of_taggers = torch.where(tagged, self.tag_reward, -self.step_cost)
+        of_runner = torch.where(tagged, -self.tag_penalty, self.step_cost)
+        reward = torch.where(self.is_runner, of_runner, of_taggers)
         hit = (state["x"] != to_x) | (state["y"] != to_y)
         reward = reward - self.wall_cost * hit
         over = (tagged | (t >= self.max_steps)[:, None]).expand(reward.shape)

@@ -179,7 +179,7 @@ class Rollouts:
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
-                # Of the current device, which Learner has made this one.
+                # It is captured on the current device, which Learner has made this one.
                 with torch.cuda.graph(self._graph):
                     self._fill(K, lambda: None)
             self._graph.replay()

@@ -1,18 +1,19 @@
 """What carries the programs and the agents. Forking a program needs no edit in here.
 
-To understand X, open Y, in the order of the way from an environment to a gradient:
+What to open for what, in the order of the way from an environment to a gradient:
 
     environment.py    a step: what each field means, and when an episode ends
-    spaces.py         which observations and actions are supported
+    spaces.py         which observations and actions are supported; masks.py: when
     vector.py         environments that step together; how they begin anew
     actors.py         MonoBeast's actor processes, and the shared memory they fill
     rollouts.py       what a rollout holds
     agents.py         what all agents share; policies.py: several agents as one
-    actor_critic.py   what SAC and TD3 share
+    actor_critic.py   what SAC and TD3 share; q_learning.py: R2D2 and PQN
     networks.py       encoder, LSTM and heads; encoders.py: observations to features
     distributions.py  policies over any space of actions
     learner.py        an update: learn, count, publish, evaluate
-    gradients.py      a loss's gradients, in slices, and summed over several learners
+    gradients.py      a loss's gradients, in slices, and summed over several learners;
+                      minibatches.py: PPO's and PQN's; devices.py: copies to GPUs
     normalization.py  running statistics of observations and rewards; batch_renorm.py:
                       of what layers read
     replay.py         what was seen before, for targets.py and V-trace
@@ -24,7 +25,7 @@ To understand X, open Y, in the order of the way from an environment to a gradie
     play.py           --mode test; evaluation.py: the same beside training
     process.py        signals, and how processes end; messages.py: what they say
 
-    launch.py, tune.py, plot.py, consistency.py    commands of their own
+    launch.py, tune.py, plot.py, export.py, consistency.py    commands of their own
     remote/           PolyBeast's servers, streams and protocol
     warp/             WarpBeast's environments: autoreset, checks, kernels
 """

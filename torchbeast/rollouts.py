@@ -189,8 +189,8 @@ def check_outputs(outputs):
     for path, x in leaves(outputs):
         if x.is_floating_point() and not math.isfinite(x.abs().max()):
             raise NotFinite(
-                f"{path} is not finite: the network was given numbers that are too "
-                "large, or its weights are not finite"
+                f"act()'s {path} is not finite: the network was given numbers that "
+                "are too large, or its weights are not finite"
             )
 
 
