@@ -37,12 +37,12 @@ from torchbeast.actors import (
 )
 from torchbeast.calls import create, tell_slow
 from torchbeast.environment import probe
-from torchbeast.flags import Parser, agent_parser, run_parser, synchronous
+from torchbeast.flags import agent_parser, run_parser, synchronous
 from torchbeast.learner import Learner
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
-from torchbeast.program import run_program
+from torchbeast.program import PolicyParser, run_program
 from torchbeast.run import Run
 from torchbeast.stages import Stopwatch
 from torchbeast.threads import Threads
@@ -52,7 +52,7 @@ from torchbeast.threads import Threads
 
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
-    p = Parser(
+    p = PolicyParser(
         prog="monobeast",
         description="Trains an agent on one machine.",
         parents=[

@@ -33,7 +33,7 @@ from torchbeast import agents, devices, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import add_numbers_flags, initialize
 from torchbeast.environment import probe
-from torchbeast.flags import Parser, agent_parser, by_environment, number, run_parser
+from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
@@ -43,7 +43,7 @@ from torchbeast.networks import Network
 from torchbeast.optimizers import add_rmsprop_flags
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
-from torchbeast.program import run_program
+from torchbeast.program import PolicyParser, run_program
 from torchbeast.remote import streams, tls
 from torchbeast.remote.limits import MAX_ENVS
 from torchbeast.remote.servers import Servers
@@ -259,7 +259,7 @@ class Agent(agents.Agent):
 
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
-    p = Parser(
+    p = PolicyParser(
         prog="polybeast",
         description="Trains an agent with environment servers.",
         parents=[
@@ -375,7 +375,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         inference_batcher,
         sources.start(servers),
         learner.agent.initial_state(1),
-        observation_space=str(env.observation_space),
+        observation_space=env.signature(),
         action_space=str(env.action_space),
         # A resumed run does not repeat the episodes of its first session.
         seed=seeds.derive_seed(flags.seed, learner.run.step, ranks.current.rank),

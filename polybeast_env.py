@@ -17,7 +17,7 @@ import time
 from itertools import cycle, islice
 
 import atari_wrappers
-from torchbeast import environment, images
+from torchbeast import environment, images, seats
 from torchbeast.flags import Parser, number, run_command, text_or_path
 from torchbeast.machine import num_cores
 from torchbeast.messages import BadInput, log
@@ -47,13 +47,8 @@ def environment_parser() -> argparse.ArgumentParser:
     g.add_argument("--terminal_on_life_loss", default=True,
                    action=argparse.BooleanOptionalAction,
                    help="Atari: a lost life ends a training episode (default: yes)")
-    g.add_argument("--resize", type=number(int, images.MIN_SIDE, 4096), metavar="N",
-                   help="make images with a longer side N pixels high and wide, where "
-                   "the environment is (default: as they are)")
-    g.add_argument("--observation_layout", choices=images.LAYOUTS,
-                   help="what observations of several dimensions are: images [H, W, C] "
-                   "or [C, H, W], stacks of them, or numbers (default: by their shape; "
-                   "the log names height, width and channels)")
+    images.add_flags(g)
+    seats.add_flags(g)
     g.add_argument("--env_timeout_seconds", type=number(float, above=0), default=300,
                    metavar="S", help="time after which the actor or server of an "
                    "environment that does not answer is restarted "
@@ -84,7 +79,9 @@ def create_env(flags, num_envs, render_mode=None, seed=None):
     else:
         args = dict(flags.env_args)
         env = environment.make(flags.env, num_envs, render_mode, seed, **args)
-    return environment.Environment(env, flags.resize, flags.observation_layout)
+    return environment.Environment(
+        env, flags.resize, flags.observation_layout, flags.policies, flags.opponents
+    )
 
 
 def is_warp(env_id):
@@ -103,6 +100,7 @@ def create_warp_env(flags):
             "--resize, --observation_layout: environments on the device return "
             "observations as networks are to see them"
         )
+    seats.refuse(flags.policies, flags.opponents, flags.env)
     from torchbeast.warp import autoreset  # With torch.
 
     return autoreset.make(flags.env, **dict(flags.env_args))

@@ -14,7 +14,6 @@ rollout of T steps is one CUDA graph: nothing in it waits for Python.
 """
 
 import os
-import re
 from collections import deque
 
 import torch
@@ -22,13 +21,13 @@ import torch
 import polybeast_env
 from torchbeast import devices, machine, policies, ranks, rollouts, seeds
 from torchbeast.encoders import summary
-from torchbeast.flags import Parser, agent_parser, number, run_parser
+from torchbeast.flags import agent_parser, number, run_parser
 from torchbeast.learner import Learner
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.nests import leaves, map_structure
-from torchbeast.policies import Policies, check_policy, make_agent, policy_sizes
+from torchbeast.policies import Policies, make_agent, policy_sizes
 from torchbeast.process import leave
-from torchbeast.program import run_program
+from torchbeast.program import PolicyParser, run_program
 from torchbeast.run import Run
 from torchbeast.warp import autoreset
 from torchbeast.warp.check import check
@@ -56,33 +55,13 @@ PRESETS = {
 # Flags.
 
 
-class PolicyParser(Parser):
-    """Takes flags of one policy, such as --tagger.learning_rate, into policy_flags,
-    {policy: [words]}."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        policy, own, of_policies = None, [], {}
-        for word in args:
-            if match := re.match(r"--(\w+)\.(.+)", word):
-                policy, word = match[1], f"--{match[2]}"
-            elif word.startswith("--"):
-                policy = None
-            words = own if policy is None else of_policies.setdefault(policy, [])
-            words.append(word)
-        flags, unknown = super().parse_known_args(own, namespace)
-        if of_policies:
-            flags.policy_flags = of_policies
-        return flags, unknown
-
-
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
     p = PolicyParser(
         prog="warpbeast",
         description="Trains an agent with environments that are tensor programs.",
-        epilog="Each of several policies may have flags of its own: "
-        "--POLICY.FLAG, such as --tagger.learning_rate 5e-4. A batch has a rollout of "
-        "each agent in each environment: --num_envs takes the place of --batch_size.",
+        epilog="A batch has a rollout of each agent in each environment: --num_envs "
+        "takes the place of --batch_size.",
         parents=[
             polybeast_env.environment_parser(),
             run_parser(),
@@ -90,15 +69,13 @@ def program_parser(agent="polybeast"):
         ],
     )
     p.add_presets(agent, **PRESETS)
-    p.set_defaults(env="warp/CartPole", policy_flags={})
+    p.set_defaults(env="warp/CartPole")
     # fmt: off
     g = p.add_argument_group("device")
     g.add_argument("--device", dest="learner_device", metavar="DEVICE",
                    help="device of learner and environments (--learner_device)")
     g.add_argument("--num_envs", type=number(int, 1, 10**7), default=256, metavar="E",
                    help="environments that step together (default: %(default)s)")
-    g.add_argument("--freeze", nargs="+", default=[], metavar="POLICY",
-                   help="policies that do not learn (default: none)")
     # fmt: on
     return p
 
@@ -291,8 +268,6 @@ def first_steps(env, agents, flags):
     envs = autoreset.Environments(env, 2, torch.device("cpu"))
     _, step = envs.begin(envs.uniforms())
     specs = {}
-    if len({rollouts.burn_in(agent) for agent in agents.values()}) > 1:
-        raise BadInput("expected the same --burn_in and --use_lstm of all policies")
     for name, part in envs.policies.items():
         rows = map_structure(lambda x, part=part: x[:, part].flatten(0, 1), step)
         specs[name] = rollouts.specs(agents[name], rows, flags)
@@ -336,9 +311,6 @@ def train(flags):
     agent = make_agent(flags, env)
     several = isinstance(agent, Policies)
     agents = agent.agents if several else dict.fromkeys(env.policies, agent)
-    for name in () if several else (*flags.policy_flags, *flags.freeze):
-        check_policy(env, name)
-        raise BadInput(f"{env.name} has one policy, whose flags are the program's own")
     specs = first_steps(env, agents, flags)
     check_memory(env, num_envs, specs, device)
     run = Run(flags, num_agents=num_agents)

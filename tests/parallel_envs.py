@@ -110,6 +110,10 @@ class Crowd(Masked):
         self.agents = None
 
 
+class Pair(Crowd):
+    possible_agents = ["ann", "bob"]
+
+
 class Targets(Crowd):
     """Each agent sees which of three actions is right: it pays 1, another one ends the
     agent's episode. All are cut off after 8 steps."""

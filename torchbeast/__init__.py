@@ -5,6 +5,8 @@ What to open for what, in the order of the way from an environment to a gradient
     environment.py    a step: what each field means, and when an episode ends
     spaces.py         which observations and actions are supported; masks.py: when
     vector.py         environments that step together; how they begin anew
+    pettingzoo.py     environments of several agents; turns.py: that act by turns;
+                      seats.py: which policy acts for whom
     actors.py         MonoBeast's actor processes, and the shared memory they fill
     rollouts.py       what a rollout holds
     agents.py         what all agents share; policies.py: several agents as one

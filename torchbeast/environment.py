@@ -18,6 +18,8 @@ dict of arrays whose first dimension is E:
                              so (torchbeast/masks.py)
     waits             [E]    bool, which rows have no step: their agents wait for their
                              turns. Only where agents act by turns (torchbeast/turns.py)
+    policy            [E]    uint8, the number of the policy that acts. Only where there
+                             are several (torchbeast/seats.py)
 
 After a last observation the next step ignores its action and returns the first
 observation of the next episode, with reward 0 and `done` (Gymnasium's next-step
@@ -49,7 +51,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import images, masks, pettingzoo, turns
+from torchbeast import images, masks, pettingzoo, seats, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
@@ -190,10 +192,13 @@ class Environment:
         environments of PettingZoo's, or objects of the old Gym API. BadInput if it is
         none of these.
     resize, layout: --resize and --observation_layout (images.prepare())
+    policies, opponents: --policies and --opponents (torchbeast/seats.py)
 
     num_envs:           E
     num_agents:         of each environment, as a vector says; E counts each of them
     num_acting:         the same, or 1 where they act by turns
+    policies:           {name: slice or indices of its agents}, if there are several
+    opponents:          --opponents
     observation_space:  of one environment, Gymnasium's, without entries of text
     texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
@@ -202,10 +207,10 @@ class Environment:
     fps:                steps per second at the game's own speed, for videos
     """
 
-    num_agents = 1
+    num_agents, policies, opponents = 1, {}, None
     _mask = None  # [E, C], that of the newest step.
 
-    def __init__(self, env, resize=None, layout=None):
+    def __init__(self, env, resize=None, layout=None, policies=None, opponents=None):
         if isinstance(env, VectorEnv):
             self.env = Vector(env)
             self.num_agents = getattr(env, "num_agents", 1)
@@ -214,10 +219,13 @@ class Environment:
             if not envs:
                 raise BadInput("no environment: expected one or more")
             if all(map(pettingzoo.is_pettingzoo, envs)):
-                self.env = turns.rows(envs)
+                self.env = turns.rows(envs, policies, opponents)
                 self.num_agents = self.env.num_agents
+                self.policies, self.opponents = self.env.seats.policies, opponents
             else:
                 self.env = Separate([as_gymnasium(e) for e in envs])
+        if not hasattr(self.env, "seats"):
+            seats.refuse(policies, opponents, self.env.name)
         if resize is not None or layout is not None:
             images.prepare(self.env.observations, resize, layout)
         self.num_acting = self.num_agents if self.env.waits is None else 1
@@ -311,7 +319,16 @@ class Environment:
             "training_episode_return": self._training_return.astype(np.float32),
             **({} if self._mask is None else {"action_mask": self._mask}),
             **({} if self.env.waits is None else {"waits": self.env.waits}),
+            **({} if self.env.policy is None else {"policy": self.env.policy}),
         }
+
+    def signature(self):
+        """Returns a text that a learner and its servers compare: the space of
+        observations, and the policies."""
+        policies = f", policies {self.policies}" if self.policies else ""
+        if self.opponents is not None:
+            policies = f", opponents {self.opponents}"
+        return f"{self.observation_space}{policies}"
 
     def all_out(self):
         """Tells whether all agents have had their last steps, or have left without

@@ -107,6 +107,7 @@ def load(flags):
         raise BadInput(f"{env.name} has several policies, expected one")
     agent.net.eval().requires_grad_(False)
     checkpoint.load_agent_state(agent, saved, where)
+    agent = getattr(agent, "learner", agent)
     about = {
         "env": own.env, "agent": own.agent, "step": saved["step"],
         "observation_space": str(env.observation_space),

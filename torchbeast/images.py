@@ -9,6 +9,7 @@ import math
 import numpy as np
 from gymnasium import spaces
 
+from torchbeast.flags import number
 from torchbeast.messages import BadInput
 from torchbeast.spaces import MAX_CHOICES, children
 
@@ -20,6 +21,19 @@ MAX_COLORS = 4  # So few numbers in a row are the colours of a pixel.
 LARGE_SIDE = 100  # Beyond it an image costs much more than it tells.
 RESIZED = 84  # Atari's.
 RESIZABLE = {"uint8", "uint16", "int16", "float32", "float64"}  # By OpenCV.
+
+
+def add_flags(group):
+    """Adds --resize and --observation_layout."""
+    # fmt: off
+    group.add_argument("--resize", type=number(int, MIN_SIDE, 4096), metavar="N",
+                       help="make images with a longer side N pixels high and wide, "
+                       "where the environment is (default: as they are)")
+    group.add_argument("--observation_layout", choices=LAYOUTS,
+                       help="what observations of several dimensions are: images [H, "
+                       "W, C] or [C, H, W], stacks of them, or numbers (default: by "
+                       "their shape; the log names height, width and channels)")
+    # fmt: on
 
 
 def image_shape(space):

@@ -15,6 +15,7 @@ from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line, synchronous
 from torchbeast.images import RESIZED
 from torchbeast.messages import BadInput, Stop, log
+from torchbeast.policies import Several
 from torchbeast.process import Signals
 from torchbeast.symptoms import Symptoms
 
@@ -215,6 +216,8 @@ class Learner:
             with ranks.current.update():
                 updates = getattr(self.agent, "updates", -1)  # Several policies: none.
                 statistics = self.agent.learn(batch)
+            if torch.is_tensor(batch.get("policy")) and isinstance(self.agent, Several):
+                episodes = self.agent.ended_episodes(batch, self.flags.unroll_length)
             check_statistics(statistics)
             if updates == getattr(self.agent, "updates", None):
                 raise TypeError("learn() did not call self.count()")

@@ -52,5 +52,5 @@ def draw(data, num):
     """Yields the data [T, B, ...] in `num` parts, in random order along B."""
     _, B = data["done"].shape
     order = torch.randperm(B, device=data["done"].device)
-    for part in order.tensor_split(num):
+    for part in order.tensor_split(min(num, B)):
         yield map_structure(lambda x, part=part: x[:, part], data)

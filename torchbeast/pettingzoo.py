@@ -22,6 +22,7 @@ import numpy as np
 from torchbeast.calls import Call
 from torchbeast.masks import NAME
 from torchbeast.messages import BadInput
+from torchbeast.seats import Seats
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import Actions, BadStep, Observations
 from torchbeast.vector import RESET, Separate, number, split, unpack
@@ -88,10 +89,12 @@ class Rows(Separate):
     next episode. An agent that joins late is out until then, too. When no agent is
     left, the next step resets the environment.
 
+    policies, opponents: as of seats.Seats
     out: [rows] bool, whose agent's last step was the newest one or an older one
+    policy: [rows] uint8, the numbers of the policies that act, or None
     """
 
-    def __init__(self, envs):
+    def __init__(self, envs, policies=None, opponents=None):
         self.envs, first = envs, envs[0]
         self.name, self.metadata = _name(first), getattr(first, "metadata", None)
         self.frames_per_step = getattr(first, "frames_per_step", 1)
@@ -103,6 +106,7 @@ class Rows(Separate):
                 "the names of all agents, no two of them equal"
             )
         self.num_envs = len(envs) * self.num_agents
+        self.seats = Seats(self.agents, len(envs), self.name, policies, opponents)
         self._spaces = _spaces_of(first, self.agents[0])
         for env in self.envs:
             self._check_spaces(env)
@@ -133,6 +137,7 @@ class Rows(Separate):
                     )
 
     def reset(self, seed):
+        self.seats.seed(seed)
         return self._stack(
             self._reset(e, None if seed is None else derive_seed(seed, e))
             for e in range(len(self.envs))
@@ -162,6 +167,8 @@ class Rows(Separate):
                 self._of(row, self._alone.stack, [x])
             raise
         self.out = np.array(self._out)
+        if self.seats.numbers is not None:
+            self.policy = self.seats.numbers.copy()
         return result
 
     def _reset(self, e, seed=None):
@@ -172,6 +179,7 @@ class Rows(Separate):
         observations, infos = unpack("reset", result, RESET)
         self._check_spaces(env)
         self._live[e], self._ended[e] = self._agents(e), set()
+        self.seats.draw(e)
         if not self._live[e]:
             raise BadStep(f"environment {e} has no agents after reset()")
         yield from self._observations(e, observations, infos)
@@ -179,7 +187,8 @@ class Rows(Separate):
     def _step(self, e, actions):
         """Steps environment e. Yields the observations of its rows."""
         before = self._live[e]
-        given = {a: x for a, x in zip(self.agents, actions) if a in before}
+        rows = self.seats.rows[e]
+        given = {a: x for a, x in zip(rows, actions) if a in before}
         with self._step_call:
             result = self.envs[e].step(given)
         observations, *numbers, infos = unpack("step", result, STEP)
@@ -252,11 +261,18 @@ class Rows(Separate):
         return found
 
     def _rows(self, e):
-        return enumerate(self.agents, e * self.num_agents)
+        return enumerate(self.seats.rows[e], e * self.num_agents)
+
+    def _row(self, e, agent):
+        """Returns which of the rows of environment e is an agent's."""
+        return self.seats.rows[e].index(agent)
+
+    def _agent(self, row):
+        e, i = divmod(int(row), self.num_agents)
+        return self.seats.rows[e][i]
 
     def _who(self, row):
-        e, i = divmod(int(row), self.num_agents)
-        return f"agent {self.agents[i]!r} of environment {e}"
+        return f"agent {self._agent(row)!r} of environment {row // self.num_agents}"
 
     def _of(self, row, function, *args):
         """Calls a function. Names the agent in what it raises."""
@@ -267,7 +283,7 @@ class Rows(Separate):
             raise BadStep(f"{self._who(row)}: {text}") from None
 
     def _number(self, row, name, x):
-        agent = self.agents[row % self.num_agents]
+        agent = self._agent(row)
         if agent not in x:
             raise BadStep(f"{self._who(row)} is not in {name}")
         found = self._of(row, number, x[agent], name)

@@ -7,19 +7,31 @@ import re
 import torch
 from torch import nn
 
+from torchbeast import ranks, rollouts
+from torchbeast.checkpoint import load_weights
+from torchbeast.environment import Environment
 from torchbeast.flags import Parser, agent_parser, load_agent
 from torchbeast.messages import BadInput, first_line
-from torchbeast.nests import map_structure
+from torchbeast.nests import leaves, map_structure
 
 
 def make_agent(flags, env):
-    """Makes an agent of --agent for an environment.Environment; in WarpBeast, for
-    several policies, all of theirs as one. Raises BadInput if the network is larger
+    """Makes an agent of --agent for an environment.Environment, or one on the device;
+    for several policies, all of theirs as one. Raises BadInput if the network is larger
     than the memory."""
     module = load_agent(flags.agent)
+    named = [*getattr(flags, "policy_flags", ()), *getattr(flags, "freeze", ())]
     try:
-        if hasattr(flags, "policy_flags") and len(env.policies) > 1:
+        if len(env.policies) > 1:
             return Policies(flags, env)
+        if getattr(env, "opponents", None):
+            return SelfPlay(flags, env)
+        for name in named:
+            if env.policies:
+                check_policy(env, name)
+            raise BadInput(
+                f"{env.name} has one policy, whose flags are the program's own"
+            )
         return module.Agent(flags, env.observation_space, env.action_space)
     except (MemoryError, RuntimeError) as e:
         if not re.search("allocate memory|out of memory", str(e)):
@@ -28,79 +40,69 @@ def make_agent(flags, env):
         raise BadInput(f"{message}: {first_line(e)}") from e
 
 
-class Policies:
-    """The agents of an environment's policies as one agent, for Learner and for tests.
+LEARNER = "learner"  # Beside its past policies.
 
-    Its rows are the N agents of E environments, environment by environment. learn()
-    takes {policy: batch of its own rows}, and returns statistics as policy/name.
 
-    agents: {policy: Agent}, each with flags of its own: --tagger.learning_rate
+class Several:
+    """Some agents as one: an agent for each policy that acts in an environment, for
+    programs, Learner and tests.
+
+    act() and act_in_test() have each policy act for its own rows, those with its number
+    as step["policy"]. learn() has each learn from its own steps.
+
+    agents: {policy: Agent}, in the order of the policies' numbers
+    frozen: policies that do not learn
     """
 
-    def __init__(self, flags, env):
-        self.slices = dict(env.policies)
-        self.num_agents, self.sizes = num_agents(env), policy_sizes(env)
-        self.frozen = flags.freeze
+    def __init__(self, flags, env, agents, frozen):
+        self.flags, self.agents, self.frozen = flags, agents, frozen
         if getattr(flags, "save_replay", False):
             raise BadInput("--save_replay: expected an environment with one policy")
-        for name in (*flags.policy_flags, *flags.freeze):
-            check_policy(env, name)
-        make = load_agent(flags.agent).Agent
-        self.agents, chosen = {}, {}
-        for name in self.slices:
-            with _naming(name):
-                own = self._flags(flags, name)
-                self.agents[name] = make(own, env.observation_space, env.action_space)
-            chosen |= {f"{name}.{k}": x for k, x in vars(own).get("chosen", {}).items()}
-        if chosen:
-            flags.chosen = chosen
-        self.net = nn.ModuleDict({name: x.net for name, x in self.agents.items()})
-
-    def _flags(self, flags, name):
-        p = Parser(
-            prog=f"warpbeast: policy {name}", parents=[agent_parser(flags.agent)]
-        )
-        p.set_defaults(**vars(flags))
-        words = flags.policy_flags.get(name, [])
-        own, unknown = p.parse_known_args(words)
-        if unknown:
-            raise BadInput(f"{unknown[0]}: expected a flag of --agent {flags.agent}")
-        share = self.sizes[name] / self.num_agents
-        own.batch_size = round(flags.batch_size * share)
-        own.total_steps = max(1, round(flags.total_steps * share))
-        return own
+        if ranks.current.num > 1 and isinstance(env, Environment):
+            raise BadInput(f"{env.name} has several policies: expected one learner")
+        burn_ins = {rollouts.burn_in(agent) for agent in agents.values()}
+        if len(burn_ins) > 1:
+            raise BadInput("expected the same --burn_in and --use_lstm of all policies")
+        [self.burn_in] = burn_ins
+        self.observation_space = env.observation_space
+        self.net = nn.ModuleDict({name: x.net for name, x in agents.items()})
 
     def initial_state(self, batch_size):
-        E = batch_size // self.num_agents
-        return {
-            name: agent.initial_state(E * self.sizes[name])
-            for name, agent in self.agents.items()
-        }
+        return {name: x.initial_state(batch_size) for name, x in self.agents.items()}
+
+    def state_of(self, name, core_state):
+        """Returns the part of initial_state() that a policy takes."""
+        return core_state[name]
 
     def act(self, step, core_state, greedy=False):
-        acts = {name: agent.act for name, agent in self.agents.items()}
-        return self._act(acts, step, core_state, greedy)
+        return self._act("act", step, core_state, greedy)
 
     def act_in_test(self, step, core_state):
-        acts = {name: agent.act_in_test for name, agent in self.agents.items()}
-        return self._act(acts, step, core_state)
+        return self._act("act_in_test", step, core_state)
 
-    def _act(self, acts, step, core_state, *args):
-        actions, core_states = [], {}
-        for name, act in acts.items():
-
-            def rows(x, part=self.slices[name]):
-                return x.unflatten(1, (-1, self.num_agents))[:, :, part].flatten(1, 2)
-
-            outputs, core_states[name] = act(
-                map_structure(rows, step), core_state[name], *args
-            )
-            E = step["reward"].shape[1] // self.num_agents
-            actions.append(
-                map_structure(lambda x, E=E: x.unflatten(1, (E, -1)), outputs["action"])
-            )
-        action = map_structure(lambda *xs: torch.cat(xs, 2).flatten(1, 2), *actions)
-        return {"action": action}, core_states
+    @torch.inference_mode()
+    def _act(self, method, step, core_state, *args):
+        step, outputs, B = dict(step), None, step["done"].shape[1]
+        core_state = map_structure(torch.clone, core_state)
+        # (Numbers that a server makes up do no harm.)
+        numbers = step["policy"][0].clamp(max=len(self.agents) - 1)
+        for number, (name, agent) in enumerate(self.agents.items()):
+            rows = (numbers == number).nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            nests = step, self.state_of(name, core_state)
+            own = map_structure(lambda x, rows=rows: x.index_select(1, rows), nests)
+            found, after = getattr(agent, method)(*own, *args)
+            if outputs is None:
+                outputs = map_structure(lambda x: _zeros(x, B), found)
+            elif _kinds(found) != _kinds(outputs):
+                raise BadInput(
+                    f"act() of policy {name} returned {_kinds(found)}, expected "
+                    f"{_kinds(outputs)}, as of the others"
+                )
+            _put(found, outputs, rows)
+            _put(after, self.state_of(name, core_state), rows)
+        return outputs, core_state
 
     def start_learning(self, device):
         for name, agent in self.agents.items():
@@ -109,13 +111,57 @@ class Policies:
             with _naming(name):
                 agent.start_learning(device)
 
-    def learn(self, batches):
+    def learn(self, batch):
+        """Learns from a batch [T + 1, B, ...], or from {policy: its own}. Returns
+        statistics as policy/name."""
+        batches = self.split(batch) if torch.is_tensor(batch.get("policy")) else batch
         return {
             f"{policy}/{name}": x
             for policy, agent in self.agents.items()
-            if policy not in self.frozen
+            if policy in batches and policy not in self.frozen
             for name, x in agent.learn(batches[policy]).items()
         }
+
+    def split(self, batch):
+        """Returns {policy: the rollouts of a batch in which it acts}, of the policies
+        that learn. Steps at which others act are `done` there, as those of agents that
+        have left: no step that leads to one is learned from."""
+        batches = {}
+        for number, (name, agent) in enumerate(self.agents.items()):
+            if name in self.frozen:
+                continue
+            mine = batch["policy"] == number  # [T + 1, B]
+            rows = mine.any(0).nonzero()[:, 0]
+            if len(rows) == 0:  # Its schedules go on.
+                agent.step += agent.flags.unroll_length * agent.flags.batch_size
+                continue
+            own = {k: x for k, x in batch.items() if k not in ("policy", "core_state")}
+            own["core_state"] = self.state_of(name, batch["core_state"])
+            own = map_structure(lambda x, rows=rows: x.index_select(1, rows), own)
+            mine = mine[:, rows]
+            own["done"] = own["done"] | ~mine
+            for key in ("reward", "terminated", "truncated"):
+                own[key] = own[key] * mine
+            batches[name] = own
+        return batches
+
+    def ended_episodes(self, batch, unroll_length):
+        """Returns what is logged of the episodes in a batch, as
+        rollouts.ended_episodes() does: of the policies that are not frozen, and the
+        returns of each one alone."""
+        totals = {}
+        for number, name in enumerate(self.agents):
+            mine = batch["policy"] == number
+            ends = ("terminated", "truncated", "episode_end")
+            own = {**batch, **{key: batch[key] & mine for key in ends}}
+            episodes = rollouts.ended_episodes(own, unroll_length)
+            for key, x in self.counted(name, episodes).items():
+                totals[key] = totals.get(key, 0) + x
+        return totals
+
+    def counted(self, policy, episodes):
+        """Returns what of a policy's episodes is logged."""
+        return {**episodes, f"episode/{policy}_return": episodes["episode_return"]}
 
     def state_dict(self):
         return {name: agent.state_dict() for name, agent in self.agents.items()}
@@ -123,6 +169,118 @@ class Policies:
     def load_state_dict(self, state):
         for name, agent in self.agents.items():
             agent.load_state_dict(state[name])
+
+
+class Policies(Several):
+    """The agents of an environment's policies, each with flags of its own, such as
+    --tagger.learning_rate."""
+
+    def __init__(self, flags, env):
+        for name in (*flags.policy_flags, *flags.freeze):
+            check_policy(env, name)
+        sizes, num = policy_sizes(env), num_agents(env)
+        make = load_agent(flags.agent).Agent
+        agents, chosen = {}, {}
+        for name in env.policies:
+            with _naming(name):
+                own = self._flags(flags, name, sizes[name] / num)
+                agents[name] = make(own, env.observation_space, env.action_space)
+            chosen |= {f"{name}.{k}": x for k, x in vars(own).get("chosen", {}).items()}
+        if chosen:
+            flags.chosen = chosen
+        super().__init__(flags, env, agents, flags.freeze)
+
+    def _flags(self, flags, name, share):
+        """Returns the flags of one policy, which has a share of the agents."""
+        program = getattr(flags, "command", ["torchbeast"])[0]
+        p = Parser(
+            prog=f"{program}: policy {name}", parents=[agent_parser(flags.agent)]
+        )
+        p.set_defaults(**vars(flags))
+        words = flags.policy_flags.get(name, [])
+        own, unknown = p.parse_known_args(words)
+        if unknown:
+            raise BadInput(f"{unknown[0]}: expected a flag of --agent {flags.agent}")
+        own.batch_size = max(1, round(flags.batch_size * share))
+        own.total_steps = max(1, round(flags.total_steps * share))
+        return own
+
+
+class SelfPlay(Several):
+    """An agent that learns, and past policies of its own, against which it plays."""
+
+    def __init__(self, flags, env):
+        steps = flags.unroll_length * flags.batch_size
+        if flags.opponent_interval < steps:
+            raise BadInput(
+                f"--opponent_interval {flags.opponent_interval}: expected at least the "
+                f"{steps} steps of an update"
+            )
+        past = [f"past{i}" for i in range(1, env.opponents + 1)]
+        make, spaces = load_agent(flags.agent).Agent, _spaces(env)
+        agents = {name: make(flags, *spaces) for name in (LEARNER, *past)}
+        super().__init__(flags, env, agents, past)
+        self.learner, self._past = agents[LEARNER], [agents[name] for name in past]
+        for agent in self._past:
+            agent.net.requires_grad_(False)
+            agent.net.load_state_dict(self.learner.net.state_dict())
+
+    def initial_state(self, batch_size):
+        return self.learner.initial_state(batch_size)
+
+    def state_of(self, name, core_state):
+        return core_state  # A row has that of the policy that acts.
+
+    def start_learning(self, device):
+        if self.flags.compile:
+            self.learner.net.compile()
+        self.learner.start_learning(device)
+
+    def learn(self, batch):
+        """Learns from the learner's steps. Each --opponent_interval steps it takes the
+        place of its oldest past policy."""
+        before = self._num_snapshots()
+        statistics = super().learn(batch)
+        if (num := self._num_snapshots()) > before:
+            oldest = self._past[num % len(self._past)]
+            oldest.net.load_state_dict(self.learner.net.state_dict())
+        return {name.partition("/")[2]: x for name, x in statistics.items()}
+
+    def _num_snapshots(self):
+        return self.learner.step // self.flags.opponent_interval
+
+    def counted(self, policy, episodes):
+        if policy == LEARNER:
+            return episodes
+        return {"episode/opponent_return": episodes["episode_return"]}
+
+    def state_dict(self):
+        past = {name: {"model": self.agents[name].net.state_dict()}
+                for name in self.frozen}  # fmt: skip
+        return {LEARNER: self.learner.state_dict(), **past}
+
+    def load_state_dict(self, state):
+        self.learner.load_state_dict(state[LEARNER])
+        for name in self.frozen:
+            load_weights(self.agents[name].net, state[name]["model"])
+
+
+def _spaces(env):
+    return env.observation_space, env.action_space
+
+
+def _kinds(nest):
+    """Returns [(path, dtype, shape of a row)] of a nest of tensors [1, B, ...]."""
+    return [(path, x.dtype, tuple(x.shape[2:])) for path, x in leaves(nest)]
+
+
+def _zeros(x, size):
+    return x.new_zeros(1, size, *x.shape[2:])
+
+
+def _put(nest, into, rows):
+    """Writes a nest's tensors [1, n, ...] into the n rows of others [1, B, ...]."""
+    map_structure(lambda x, y: y.index_copy_(1, rows, x), nest, into)
 
 
 @contextlib.contextmanager
@@ -144,10 +302,12 @@ def check_policy(env, name):
 
 def num_agents(env):
     """Returns the number of agents in one environment."""
-    return max(part.stop for part in env.policies.values())
+    return sum(policy_sizes(env).values())
 
 
 def policy_sizes(env):
     """Returns {policy: the number of its agents in one environment}."""
-    agents = range(num_agents(env))
-    return {name: len(agents[part]) for name, part in env.policies.items()}
+    return {
+        name: part.stop - (part.start or 0) if isinstance(part, slice) else len(part)
+        for name, part in env.policies.items()
+    }

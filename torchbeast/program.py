@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 
 from torchbeast import checkpoint, machine, play, ranks, run, torchrun, tracking
@@ -14,6 +15,37 @@ from torchbeast.flags import (
     words_of,
 )
 from torchbeast.messages import BadInput, Stop
+
+
+class PolicyParser(Parser):
+    """Takes flags of one policy, such as --tagger.learning_rate, into policy_flags,
+    {policy: [words]}. Has --freeze."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.set_defaults(policy_flags={})
+        group = self.add_argument_group(
+            "several policies", "--POLICY.FLAG, such as --red.learning_rate 5e-4, is "
+            "of one policy alone."
+        )  # fmt: skip
+        # fmt: off
+        group.add_argument("--freeze", nargs="+", default=[], metavar="POLICY",
+                           help="policies that do not learn (default: none)")
+        # fmt: on
+
+    def parse_known_args(self, args=None, namespace=None):
+        policy, own, of_policies = None, [], {}
+        for word in args:
+            if match := re.match(r"--(\w+)\.(.+)", word):
+                policy, word = match[1], f"--{match[2]}"
+            elif word.startswith("--"):
+                policy = None
+            words = own if policy is None else of_policies.setdefault(policy, [])
+            words.append(word)
+        flags, unknown = super().parse_known_args(own, namespace)
+        if of_policies:
+            flags.policy_flags = of_policies
+        return flags, unknown
 
 
 def run_program(prog, parser, train, create_env, argv=None):

@@ -17,15 +17,15 @@ from torchbeast.vector import unpack
 LAST = ("observation", "reward", "termination", "truncation", "info")
 
 
-def rows(envs):
-    """Returns Rows of environments of PettingZoo's."""
+def rows(envs, *args):
+    """Returns Rows of environments of PettingZoo's. args: as of Rows."""
     if not _by_turns(envs[0]):
-        return Rows(envs)
+        return Rows(envs, *args)
     if not (getattr(envs[0], "metadata", None) or {}).get("is_parallelizable"):
-        return Turns(envs)
+        return Turns(envs, *args)
     from pettingzoo.utils.conversions import aec_to_parallel
 
-    return Rows([aec_to_parallel(env) for env in envs])
+    return Rows([aec_to_parallel(env) for env in envs], *args)
 
 
 def _by_turns(env):
@@ -46,8 +46,8 @@ class Turns(Rows):
         all zeros, their reward 0; their action is ignored.
     """
 
-    def __init__(self, envs):
-        super().__init__(envs)
+    def __init__(self, envs, *args):
+        super().__init__(envs, *args)
         self.waits = np.ones(self.num_envs, bool)
         self._begun = [set() for _ in envs]  # Who has had a turn, and has not ended.
         self._acts = [None] * len(envs)  # Whose turn it is.
@@ -63,13 +63,14 @@ class Turns(Rows):
             self.envs[e].reset(seed=seed)
         self._check_spaces(self.envs[e])
         self._begun[e], self._ended[e] = set(), set()
+        self.seats.draw(e)
         yield from self._turns(e)
         if not self._live[e]:
             raise BadStep(f"environment {e} has no agent that can act after reset()")
 
     def _step(self, e, actions):
         agent = self._acts[e]
-        self._call(e, agent, "step", actions[self.agents.index(agent)])
+        self._call(e, agent, "step", actions[self._row(e, agent)])
         yield from self._turns(e)
 
     def _turns(self, e):
@@ -83,7 +84,7 @@ class Turns(Rows):
                     f"environment {e} gives the turn to {agent!r}, expected one of "
                     f"env.agents {self.envs[e].agents}"
                 )
-            row = e * self.num_agents + self.agents.index(agent)
+            row = e * self.num_agents + self._row(e, agent)
             if not self._turn(e, row, agent, seen):
                 break
             self._call(e, agent, "step", None)

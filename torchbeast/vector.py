@@ -40,6 +40,7 @@ class Separate:
     unseen = False  # See Vector.
     out = None  # See pettingzoo.Rows.
     waits = None  # See turns.Turns.
+    policy = None  # See seats.Seats.
 
     def __init__(self, envs):
         self.envs = envs
@@ -131,7 +132,7 @@ class Vector:
     unseen: where the last step() made a step of the latter kind: [E] bool, or False
     """
 
-    out = waits = None
+    out = waits = policy = None
 
     def __init__(self, env):
         self.env = env

@@ -220,7 +220,7 @@ def converse(create_env, flags, requests, peer, tell=tell):
 def make_welcome(env, step):
     return pb.Welcome(
         version=PROTOCOL_VERSION,
-        observation_space=str(env.observation_space),
+        observation_space=env.signature(),
         action_space=str(env.action_space),
         num_envs=env.num_envs,
         step=encode_spec(step),

@@ -29,6 +29,10 @@ class HostEnvironment(environment.Environment):
         self.actions = Actions(env.action_space, self.num_envs)
         self.frames_per_step, self.fps = 1, getattr(env, "fps", 30)
         self._metrics, self._carry, self._warned = [], None, False
+        parts = self.policies.values()
+        numbers = [np.full(p.stop - (p.start or 0), i) for i, p in enumerate(parts)]
+        numbers = np.tile(np.concatenate(numbers).astype(np.uint8), num_envs)
+        self._policy = {"policy": numbers} if len(parts) > 1 else {}
 
     @torch.inference_mode()
     def initial(self, seed=None):
@@ -62,6 +66,7 @@ class HostEnvironment(environment.Environment):
 
     def _rows(self, step):
         step = map_structure(lambda x: x.flatten(0, 1).numpy().copy(), step)
+        step |= self._policy
         self._mask = step.get("action_mask")
         for name in ("observation", "reward"):
             for path, x in leaves(step[name], name):
