@@ -43,7 +43,7 @@ def result_of(evaluator):
         return results[-1] is not None
 
     wait_for(arrived)
-    return results[-1]
+    return results[-1]["eval_return"]
 
 
 def test_the_weights_that_were_offered_play():

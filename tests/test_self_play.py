@@ -227,7 +227,8 @@ def test_a_pool_is_learned_against_and_resumed(module, savedir):
     assert result.returncode == 0, result.stderr
     assert "resuming" in result.stderr
     then = load(savedir)["agent"]
-    assert same(then["past1"], saved["past1"]) and same(then["past2"], saved["past2"])
+    for name in ("past1", "past2"):
+        assert same(then[name]["model"], saved[name]["model"])
     assert not same(then["learner"]["model"], saved["learner"]["model"])
 
 

@@ -160,6 +160,19 @@ class Answer(Two):
             self.truncations[a] = self.turn == self.num_turns
 
 
+class Duel(Answer):
+    """Each takes a number, 0 to 2; the higher one wins 1, the lower one loses 1."""
+
+    def take_turn(self, agent, action):
+        self.turn += 1
+        self.last_actions[agent] = int(action)
+        if self.turn == 2:
+            ann, bob = self.possible_agents
+            won = np.sign(self.last_actions[ann] - self.last_actions[bob])
+            self.paid = {ann: float(won), bob: -float(won)}
+            self.terminations = {ann: True, bob: True}
+
+
 class Steady(Two):
     """Both are there for 12 turns. Faults change what happens at the third one."""
 

@@ -25,6 +25,7 @@ What to open for what, in the order of the way from an environment to a gradient
     tracking.py       the same for W&B, MLflow and trackers of your own
     program.py        a program's command line; flags.py: flags that all have
     play.py           --mode test; evaluation.py: the same beside training
+    versus.py         who plays against an agent; ratings.py: how well it does
     process.py        signals, and how processes end; messages.py: what they say
 
     launch.py, tune.py, plot.py, export.py, consistency.py    commands of their own

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from torchbeast import calls, play
+from torchbeast import calls, play, ratings
 from torchbeast.checkpoint import from_bytes, to_bytes
 from torchbeast.messages import log, setup_logging
-from torchbeast.policies import make_agent
+from torchbeast.policies import make_judged
 from torchbeast.process import end_group, kill_group, lead_group, signals_blocked
 from torchbeast.seeds import derive_seed
 
@@ -63,8 +63,8 @@ class Evaluator:
             pass  # The process has ended: take() finds out.
 
     def take(self):
-        """Returns the mean return of the evaluation that has ended since the last call,
-        or None."""
+        """Returns what is logged of the evaluation that has ended since the last call,
+        {name: number}, or None."""
         if self._process is None:
             return None
         # Before poll(): what an environment has forked keeps a dead one's pipe open.
@@ -84,14 +84,12 @@ class Evaluator:
             self.close()
             return None
         self._idle = True
-        mean = float(np.mean(result))
-        log.info(
-            "step %s: %d episodes, mean return %.2f",
-            f"{self._step:,}",
-            len(result),
-            mean,
-        )
-        return mean
+        returns, more = result
+        mean = float(np.mean(returns))
+        text = "".join(f", {name} {x:.4g}" for name, x in more.items())
+        what = f"{len(returns)} episodes, mean return {mean:.2f}{text}"
+        log.info(f"step {self._step:,}: {what}")
+        return {"eval_return": mean, **more}
 
     def close(self):
         if self._process is not None:
@@ -129,16 +127,24 @@ def _evaluate(create_env, flags, connection):
         torch.manual_seed(flags.seed)
         env = calls.create(create_env, flags, 1, seed=flags.seed)
         with contextlib.closing(env):
-            agent = make_agent(flags, env)
+            agent = make_judged(flags, env)
             agent.net.eval()
+            if env.opponents is not None:
+                rival = make_judged(flags, env)
+                rival.net.eval()
+                rated = ratings.Ratings(flags, env, agent, rival)
             while arrived.wait():
                 arrived.clear()
                 if (data := newest[0]) is None:
                     break
-                agent.net.load_state_dict(from_bytes(data)["weights"])
+                data = from_bytes(data)
+                if env.opponents is not None:
+                    connection.send(rated.add(data["step"], data["weights"]))
+                    continue
+                agent.net.load_state_dict(data["weights"])
                 policy = play.Policy(agent, env, flags.test_actions)
                 returns = [x for x, _ in play.episodes(flags, env, policy)]
-                connection.send(returns)
+                connection.send((returns, {}))
     except calls.NotWanted:
         pass
     except BaseException:  # sys.exit() in an environment, too.

@@ -292,6 +292,9 @@ def run_parser() -> argparse.ArgumentParser:
     g.add_argument("--sample_actions", dest="test_actions", action="store_const",
                    const="sampled", help="act as in training, with all that explores, "
                    "here and for eval_return")
+    g.add_argument("--opponent", metavar="WHO", help="of games of two: random, human "
+                   "(in this terminal), a checkpoint, or MODULE:FUNCTION (default: "
+                   "itself)")
     g.add_argument("--video", metavar="FILE.mp4", type=path,
                    help="record the first episode")
     # fmt: on

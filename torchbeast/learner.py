@@ -272,9 +272,10 @@ class Learner:
 
     def _evaluate(self):
         if self._evaluator is not None:
-            self._evaluator.offer(self.run.step, self.agent.net)
-            if (mean_return := self._evaluator.take()) is not None:
-                self.run.add_evaluation(mean_return)
+            judged = getattr(self.agent, "learner", self.agent)  # Of self-play.
+            self._evaluator.offer(self.run.step, judged.net)
+            if (numbers := self._evaluator.take()) is not None:
+                self.run.add_evaluation(numbers)
 
     def _publish(self):
         if self.weights is None:

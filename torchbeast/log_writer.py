@@ -13,7 +13,8 @@ from torchbeast.tracking import Trackers
 MAX_COLUMNS = 1000
 # What a row has. Beside these columns: the agent's statistics, means over the updates
 # since the line before; and episode/NAME for each NAME in the environment's
-# info["episode_metrics"], means over the episodes that have it.
+# info["episode_metrics"], means over the episodes that have it; and eval_rating, of
+# self-play (torchbeast/ratings.py).
 COLUMNS = {
     "step": "agent steps learned from (T * B an update)",
     "frames": "frames of the game: step times the environment's frame skip",

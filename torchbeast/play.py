@@ -1,5 +1,6 @@
 """A trained agent plays: --mode test and --mode test_render of every program."""
 
+import copy
 import datetime
 import functools
 import json
@@ -10,13 +11,14 @@ import gymnasium
 import numpy as np
 import torch
 
-from torchbeast import checkpoint, rollouts, run, seeds
+from torchbeast import checkpoint, rollouts, run, seeds, versus
 from torchbeast.calls import create
 from torchbeast.environment import first_step
 from torchbeast.files import locked_directory, write_atomically
+from torchbeast.flags import agent_parser
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
-from torchbeast.policies import make_agent
+from torchbeast.policies import make_judged, state_of_judged
 from torchbeast.tracking import Trackers
 
 
@@ -25,18 +27,25 @@ def test(flags, create_env):
     mode = render_mode(flags)
     path = run.checkpoint_path(flags)
     flags.seed = seeds.set_seed(flags.seed)
+    if flags.opponent is not None and flags.opponents is None:
+        flags.opponents = 0  # The agent changes sides.
     env = create(create_env, flags, 1, mode, flags.seed)
-    saved = checkpoint.read(path, flags)
-    agent = make_agent(flags, env)
-    agent.net.eval()
-    checkpoint.load_agent_state(agent, saved, path)
+    modes = (getattr(env.env, "metadata", None) or {}).get("render_modes") or ()
+    if flags.opponent == "human" and mode is None and "ansi" in modes:
+        env.close()
+        env = create(create_env, flags, 1, "ansi", flags.seed)
+    agent, saved = load(flags, env, path)
     print(f"{path}: step {saved['step']}", flush=True)
     policy = Policy(agent, env, flags.test_actions)
-    returns, lengths = [], []
+    if flags.opponent is not None:
+        policy = against(flags, env, agent)
+    returns, lengths, sides = [], [], []
     try:
         for episode_return, length in episodes(flags, env, policy):
             returns.append(episode_return)
             lengths.append(length)
+            if env.opponents is not None:
+                sides.append({f"return_as_{env.env.seats.rows[0][0]}": episode_return})
             print(
                 f"episode {len(returns)}: return {episode_return:g}, {length} steps",
                 flush=True,
@@ -44,7 +53,8 @@ def test(flags, create_env):
     finally:  # After Ctrl-C, too.
         env.close()
         if returns:
-            report(flags, path, saved["step"], returns, lengths, env.take_metrics())
+            metrics = env.take_metrics() + sides
+            report(flags, path, saved["step"], returns, lengths, metrics)
     if flags.video:
         try:
             trackers = Trackers(flags.track, path.parent, saved["step"])
@@ -55,19 +65,44 @@ def test(flags, create_env):
     return 0
 
 
+def load(flags, env, path):
+    """Returns (the agent of the checkpoint at path, the checkpoint)."""
+    saved = checkpoint.read(path, flags)
+    agent = make_judged(flags, env)
+    agent.net.eval()
+    state = state_of_judged(env, saved.get("agent", saved))
+    checkpoint.load_agent_state(agent, saved | {"agent": state}, path)
+    return agent, saved
+
+
+def against(flags, env, agent):
+    """Returns the agent and its --opponent as one policy."""
+
+    def of_checkpoint(path):
+        own, saved = copy.copy(flags), checkpoint.load(path)["flags"]
+        names = {action.dest for action in agent_parser(flags.agent)._actions}
+        vars(own).update({k: x for k, x in saved.items() if k in names})
+        other, _ = load(own, env, path)
+        return Policy(other, env, flags.test_actions, 1)
+
+    other = versus.find(env, flags.opponent, flags.seed, of_checkpoint)
+    return versus.Sides(env, Policy(agent, env, flags.test_actions, 1), other)
+
+
 class Policy:
-    """An agent as a function from an environment's steps to actions.
+    """An agent as a function from an environment's steps to actions. num_rows: of a
+    step, those of all agents if it is not given.
 
     actions: "greedy"; "sampled", as in training; or None, as the agent is judged
     """
 
-    def __init__(self, agent, env, actions=None):
+    def __init__(self, agent, env, actions=None, num_rows=None):
         self.act = {
             None: agent.act_in_test,
             "sampled": agent.act,
             "greedy": functools.partial(agent.act, greedy=True),
         }[actions]
-        self.core_state = agent.initial_state(env.num_envs)
+        self.core_state = agent.initial_state(num_rows or env.num_envs)
 
     def __call__(self, step):
         # The agent itself forgets core_state where an episode begins.
@@ -94,7 +129,7 @@ def render_mode(flags):
 
 def episodes(flags, env, policy):
     """Plays --num_test_episodes whole games. Yields each one's return, the mean of its
-    agents' if there are several, and length.
+    agents' if there are several, or in self-play the first row's, and length.
 
     policy: a function of a step that returns an action for the one environment of env.
     """
@@ -118,7 +153,8 @@ def episodes(flags, env, policy):
         if video is not None:
             video.close()
             video = None
-        yield float(np.nanmean(returns)), int(step["episode_step"].max())
+        judged = returns if env.opponents is None else returns[:1]
+        yield float(np.nanmean(judged)), int(step["episode_step"].max())
 
 
 def report(flags, path, trained_steps, returns, lengths, metrics):
@@ -135,6 +171,7 @@ def report(flags, path, trained_steps, returns, lengths, metrics):
         "env": flags.env,
         "step": trained_steps,
         "actions": flags.test_actions or "default",
+        "opponent": flags.opponent,
         "seed": flags.seed,
         "mean_return": float(mean),
         "standard_error": float(error),

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from torchbeast import ranks, rollouts
-from torchbeast.checkpoint import load_weights
 from torchbeast.environment import Environment
 from torchbeast.flags import Parser, agent_parser, load_agent
 from torchbeast.messages import BadInput, first_line
@@ -38,6 +37,19 @@ def make_agent(flags, env):
             raise
         message = f"the network for {env.name} is larger than the memory"
         raise BadInput(f"{message}: {first_line(e)}") from e
+
+
+def make_judged(flags, env):
+    """Makes what plays where an agent is judged: what make_agent() does, or in
+    self-play the learner's agent alone."""
+    if env.opponents is None:
+        return make_agent(flags, env)
+    return load_agent(flags.agent).Agent(flags, *_spaces(env))
+
+
+def state_of_judged(env, state):
+    """Returns the part of an agent's state_dict() that make_judged() takes."""
+    return state if env.opponents is None else state.get(LEARNER, state)
 
 
 LEARNER = "learner"  # Beside its past policies.
@@ -231,11 +243,6 @@ class SelfPlay(Several):
     def state_of(self, name, core_state):
         return core_state  # A row has that of the policy that acts.
 
-    def start_learning(self, device):
-        if self.flags.compile:
-            self.learner.net.compile()
-        self.learner.start_learning(device)
-
     def learn(self, batch):
         """Learns from the learner's steps. Each --opponent_interval steps it takes the
         place of its oldest past policy."""
@@ -253,16 +260,6 @@ class SelfPlay(Several):
         if policy == LEARNER:
             return episodes
         return {"episode/opponent_return": episodes["episode_return"]}
-
-    def state_dict(self):
-        past = {name: {"model": self.agents[name].net.state_dict()}
-                for name in self.frozen}  # fmt: skip
-        return {LEARNER: self.learner.state_dict(), **past}
-
-    def load_state_dict(self, state):
-        self.learner.load_state_dict(state[LEARNER])
-        for name in self.frozen:
-            load_weights(self.agents[name].net, state[name]["model"])
 
 
 def _spaces(env):

@@ -85,6 +85,8 @@ def run_program(prog, parser, train, create_env, argv=None):
         flags.command = [prog, *argv]
         if flags.video and flags.mode != "test":
             raise BadInput(f"--video goes with --mode test, not {flags.mode}")
+        if flags.opponent and flags.mode == "train":
+            raise BadInput("--opponent goes with --mode test, not train")
         if flags.checkpoint and flags.mode == "train":
             raise BadInput("--checkpoint goes with --mode test, not train")
         for name in flags.track or ():

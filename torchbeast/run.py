@@ -272,9 +272,10 @@ class Run:
         if self.display is not None:
             self.display.update()
 
-    def add_evaluation(self, mean_return):
-        """Logs the mean return of episodes beside training."""
-        self._add("eval_return", mean_return)
+    def add_evaluation(self, numbers):
+        """Logs what episodes beside training led to, {name: number}."""
+        for name, x in numbers.items():
+            self._add(name, x)
 
     def _add(self, name, x, num=1):
         total, count = self._own.get(name, (0.0, 0))
