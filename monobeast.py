@@ -218,13 +218,13 @@ def train(flags):
 
     Raises BadInput before anything is started.
     """
-    set_defaults(flags)
     flags.seed = seeds.set_seed(flags.seed)
-    device = devices.get_device(flags, "learner_device")
-    ranks.current.use_device(device)
     create_env = polybeast_env.create_env
     # Two environments show what steps look like.
-    env, step = probe(create_env, flags, min(2, flags.envs_per_actor))
+    env, step = probe(create_env, flags, min(2, flags.envs_per_actor or 2))
+    set_defaults(flags, env.num_agents)
+    device = devices.get_device(flags, "learner_device")
+    ranks.current.use_device(device)
     set_num_buffers(flags, env.num_agents)
     devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)

@@ -323,15 +323,15 @@ def train(flags):
     Raises BadInput before anything is started.
     """
     core = load_core()  # Not at the top: testing needs no C++.
-    set_defaults(flags)
-    sources = Sources(flags)
     flags.seed = seeds.set_seed(flags.seed)
+    create_env = polybeast_env.create_env
+    # Two environments show what steps look like.
+    env, step = probe(create_env, flags, min(2, flags.envs_per_server or 2))
+    set_defaults(flags, env.num_agents)
+    sources = Sources(flags)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
     actor_device = devices.get_device(flags, "actor_device")
-    create_env = polybeast_env.create_env
-    # Two environments show what steps look like.
-    env, step = probe(create_env, flags, min(2, flags.envs_per_server))
     devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags)

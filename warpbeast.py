@@ -21,7 +21,7 @@ import torch
 import polybeast_env
 from torchbeast import devices, machine, policies, ranks, rollouts, seeds
 from torchbeast.encoders import summary
-from torchbeast.flags import agent_parser, number, run_parser
+from torchbeast.flags import agent_parser, is_given, number, run_parser
 from torchbeast.learner import Learner
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.nests import leaves, map_structure
@@ -83,7 +83,7 @@ def program_parser(agent="polybeast"):
 def set_defaults(flags, num_agents):
     """Fills in the flags whose defaults depend on the machine or on other flags."""
     devices.set_defaults(flags)
-    if any(word.split("=")[0] == "--batch_size" for word in flags.command):
+    if is_given(flags, "batch_size"):
         raise BadInput(
             "--batch_size: a batch has a rollout of each agent in each environment: "
             "use --num_envs"

@@ -19,6 +19,7 @@ from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import serve
 from torchbeast import machine
 from torchbeast.flags import parse_args
+from torchbeast.messages import BadInput
 
 PPO = ["--agent", "ppo", "--num_minibatches", 2, "--num_epochs", 1]
 SMALL = ["--env", "CartPole-v1", "--batch_size", 8, "--unroll_length", 5,
@@ -154,3 +155,30 @@ def test_by_default_a_batch_has_rollouts_of_all_environments(
         expected = num_cores if num_actors is None else num_actors
         assert flags.num_actors == expected
         assert flags.envs_per_actor == max(1, 32 // max(1, expected))
+
+
+@pytest.mark.parametrize("agent", ["ppo", "polybeast"])
+@pytest.mark.parametrize("num_agents", [2, 3, 5, 20, 33])
+def test_by_default_environments_have_32_agents_that_fill_batches_together(
+    monkeypatch, agent, num_agents
+):
+    for num_cores in 1, 2, 12:
+        monkeypatch.setattr(machine, "_num_cores", num_cores)
+        flags = parse_args(monobeast.program_parser(agent), [])
+        before = flags.batch_size
+        monobeast.set_defaults(flags, num_agents)
+        in_actor = flags.envs_per_actor * num_agents
+        assert flags.envs_per_actor == 1 or flags.num_actors * in_actor <= 32
+        if agent == "ppo":
+            assert before <= flags.batch_size < before + 4 * num_agents
+            assert flags.batch_size % (flags.num_actors * in_actor) == 0
+        else:
+            assert flags.batch_size == before
+
+
+def test_a_batch_size_that_is_given_is_not_rounded():
+    flags = parse_args(monobeast.program_parser("ppo"), ["--batch_size", "32"])
+    flags.command = ["monobeast", "--batch_size", "32"]
+    monobeast.set_defaults(flags, 3)
+    with pytest.raises(BadInput, match="32 rollouts are no multiple of those that"):
+        monobeast.set_num_buffers(flags, 3)

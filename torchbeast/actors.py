@@ -48,7 +48,7 @@ def actor_parser() -> argparse.ArgumentParser:
                    "(default: one per core at most)")
     g.add_argument("--envs_per_actor", type=number(int, 1), metavar="E",
                    help="environments an actor steps together "
-                   "(default: 32 in all at most, spread over the actors)")
+                   "(default: those of 32 agents in all at most)")
     g.add_argument("--num_buffers", type=number(int, 1), metavar="N",
                    help="rollouts in shared memory "
                    "(default: what the actors fill, and two batches; one batch if "
@@ -60,10 +60,11 @@ def actor_parser() -> argparse.ArgumentParser:
     return p
 
 
-def set_defaults(flags):
-    """Fills in the flags whose defaults depend on the machine or on other flags."""
+def set_defaults(flags, num_agents=1):
+    """Fills in the flags whose defaults depend on the machine, on other flags, or on
+    the number of an environment's agents."""
     flags.num_actors, flags.envs_per_actor = rollouts.spread(
-        flags, flags.num_actors, flags.envs_per_actor
+        flags, flags.num_actors, flags.envs_per_actor, num_agents
     )
     devices.set_defaults(flags)
 

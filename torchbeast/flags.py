@@ -162,6 +162,12 @@ def fill_in(flags, defaults):
         vars(flags).update(chosen, chosen=chosen)
 
 
+def is_given(flags, name):
+    """Tells whether the command line has a flag."""
+    words = [word.split("=")[0] for word in getattr(flags, "command", ())]
+    return f"--{name}" in words or f"--no-{name}" in words
+
+
 def synchronous(flags):
     """Tells whether acting waits for each update, so that no rollout is of an older
     policy than the one that learns. Agents that want this have a flag --async."""

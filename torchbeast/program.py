@@ -9,6 +9,7 @@ from torchbeast import checkpoint, machine, play, ranks, run, torchrun, tracking
 from torchbeast.flags import (
     Parser,
     error_line,
+    is_given,
     parse_args,
     run_command,
     run_parser,
@@ -118,12 +119,11 @@ def say_taken(flags, defaults, saved):
     """Prints which flags are the checkpoint's, and not what this command says. Those
     without a default that the checkpoint's command did not have either were derived."""
     now, before = (machine.plain(vars(x)) for x in (flags, defaults))
-    given = {word.split("=")[0] for word in saved.get("command", ())}
+    saved = argparse.Namespace(command=saved.get("command", ()))
     taken = {
         name: now[name]
         for name, default in before.items()
-        if now[name] != default
-        and (default is not None or {f"--{name}", f"--no-{name}"} & given)
+        if now[name] != default and (default is not None or is_given(saved, name))
     }
     if taken:
         print(f"from the checkpoint: {words_of(taken)}", flush=True)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from torchbeast import machine, ranks
-from torchbeast.flags import synchronous
+from torchbeast.flags import is_given, synchronous
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 
@@ -47,20 +47,25 @@ def burn_in(agent):
     return getattr(agent, "burn_in", 0)
 
 
-def spread(flags, num, num_envs):
+def spread(flags, num, num_envs, num_agents=1):
     """Returns (the number of actors or servers, the environments of each), by default
-    one for each core, and 32 environments in all. Where acting waits for updates, a
-    batch has the same number of rollouts of each environment if that can be."""
-    sync, batch_size = synchronous(flags), ranks.current.share(flags.batch_size)
+    one for each core, and environments of 32 agents in all. Where acting waits for
+    updates, a batch has the same number of rollouts of each agent if that can be: a
+    --batch_size that the command line does not have is rounded up to that."""
+    sync = synchronous(flags)
+    if sync and not is_given(flags, "batch_size"):
+        several = num_agents * (4 if flags.batch_size >= 4 * num_agents else 1)
+        flags.batch_size += -flags.batch_size % (num_agents > 1 and several or 1)
+    in_batch = ranks.current.share(flags.batch_size) // num_agents  # Environments.
 
     def divisor(n, most):
         return max(d for d in range(1, most + 1) if n % d == 0 or not sync)
 
     if num is None:
-        num = divisor(batch_size, machine.num_cores())
+        num = divisor(in_batch, machine.num_cores())
     if num_envs is None:
-        of_each = batch_size // math.gcd(batch_size, max(1, num))
-        num_envs = divisor(of_each, max(1, 32 // max(1, num)))
+        of_each = in_batch // math.gcd(in_batch, max(1, num))
+        num_envs = divisor(of_each, max(1, 32 // num_agents // max(1, num)))
     return num, num_envs
 
 

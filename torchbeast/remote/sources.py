@@ -54,7 +54,7 @@ def server_parser() -> argparse.ArgumentParser:
                    help="servers of its own, without --server_addresses (default: one "
                    "per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), metavar="E",
-                   help="environments of each (default: 32 in all)")
+                   help="environments of each (default: those of 32 agents in all)")
     g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
                    default=60, metavar="S",
                    help="time without any server after which the run ends "
@@ -71,12 +71,13 @@ def server_parser() -> argparse.ArgumentParser:
     return p
 
 
-def set_defaults(flags):
-    """Fills in PolyBeast's flags whose defaults depend on the machine."""
+def set_defaults(flags, num_agents=1):
+    """Fills in PolyBeast's flags whose defaults depend on the machine, or on the number
+    of an environment's agents."""
     if flags.num_servers is None and flags.listen is not None:
         flags.num_servers = 0
     flags.num_servers, flags.envs_per_server = rollouts.spread(
-        flags, flags.num_servers, flags.envs_per_server
+        flags, flags.num_servers, flags.envs_per_server, num_agents
     )
     devices.set_defaults(flags)
     if flags.actor_device is None:
