@@ -647,7 +647,7 @@ class ActorPool {
     struct Group {
       Columns columns = {0, 0};
       int64_t t = -1;                       // The step that is written last, or none.
-      Nest<Array> initial_core_state;       // Before step 0.
+      Nest<Array> initial_core_state;       // Before step 0. [., num, ...]
       std::deque<Nest<Array>> core_states;  // Before each of the last steps.
     };
 
@@ -715,11 +715,23 @@ class ActorPool {
         if (group.t < 0 || waits(group)) continue;  // The action is ignored.
         rollout_.write_outputs(group.t, outputs.structure, outputs.leaves,
                                group.columns);
-        group.core_states.push_back(core_state_);
+        group.core_states.push_back(state_of(group));
         const auto most = static_cast<size_t>(options_.burn_in + 1);
         if (group.core_states.size() > most) group.core_states.pop_front();
       }
       return outputs.action;
+    }
+
+    // Returns the group's part of the newest core_state. That of one row is a copy: a
+    // row that waits for long would keep those of all environments.
+    [[nodiscard]] Nest<Array> state_of(const Group& group) const {
+      if (width_ == num_envs_) return core_state_;
+      return core_state_.map([&](const Array& array) {
+        const Array part = array.narrow(1, group.columns.begin, group.columns.num);
+        const Array result = allocate_array(heap_memory, part.dtype, part.shape);
+        copy(part, result);
+        return result;
+      });
     }
 
     // Takes the newest step into the group's rollout. Delivers it if it is full, and
@@ -728,8 +740,8 @@ class ActorPool {
       const Columns columns = group->columns;
       if (group->t < 0) {
         if (!begin()) return;
-        group->initial_core_state = core_state_;
-        group->core_states = {core_state_};
+        group->initial_core_state = state_of(*group);
+        group->core_states = {group->initial_core_state};
       }
       rollout_.write_step(++group->t, step_.leaves, columns);
       if (group->t == 0) return;
@@ -738,7 +750,9 @@ class ActorPool {
       if (group->t < num_actions_ && !last) return;
       rollout_.pad(group->t, columns);
       for (int64_t e = columns.begin; e < columns.begin + columns.num; ++e) {
-        pool_->deliver(actor_, rollout_.of_environment(e, group->initial_core_state));
+        const Nest<Array> state = group->initial_core_state.map(
+            [&](const Array& array) { return array.narrow(1, e - columns.begin, 1); });
+        pool_->deliver(actor_, rollout_.of_environment(e, state));
       }
       group->t = -1;
       if (last || !begin()) return;  // What follows a last step is in no rollout.

@@ -139,7 +139,8 @@ class Rollout {
     }
   }
 
-  // Environment e's part of it, [T + 1 or T, 1, ...]; shares memory.
+  // Environment e's part of it, [T + 1 or T, 1, ...]; shares memory. core_state: its,
+  // [., 1, ...].
   [[nodiscard]] Nest<Array> of_environment(int64_t e, const Nest<Array>& core_state) {
     if (shared_structure_ == nullptr) {
       add_entry("core_state", *core_state.structure);
@@ -151,7 +152,7 @@ class Rollout {
     };
     append(steps_);
     append(outputs_);
-    append(core_state.leaves);
+    for (const Array& array : core_state.leaves) result.leaves.push_back(array);
     return result;
   }
 

@@ -17,7 +17,7 @@ from tests import turn_envs
 from tests.programs import args, both, main, poly_first, read_logs
 from tests.test_agent import make_actor, parse
 from tests.test_polybeast_env import free_port, servers
-from torchbeast import actors, environment, learner, play, rollouts
+from torchbeast import actors, environment, learner, machine, play, rollouts
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.remote.server import Statistics
@@ -342,6 +342,29 @@ def test_where_acting_waits_for_updates_all_rows_of_a_stream_begin_rollouts():
             agents = [int(r["observation"][0, 0, 3]) for r in batch]
             assert sorted(agents) == E * [0] + E * [1]
             pool.allow(B)
+
+
+class LargeState:
+    """An agent that remembers much, and of which nothing comes."""
+
+    def __init__(self):
+        self.net = torch.nn.Linear(1, 1)
+
+    def initial_state(self, batch_size):
+        return torch.zeros(1, batch_size, 30_000)
+
+    def act(self, step, core_state):
+        return {"action": step["last_action"]}, core_state + 1
+
+
+def test_rows_by_turns_hold_no_recurrent_states_of_each_other():
+    """Each would hold those of all rows at its last turns, however long ago."""
+    script, before = functools.partial(turn_envs.Last), machine.rss_mb()
+    with streams(script, LargeState(), burn_in=10) as (queue, _):
+        for _ in range(40):
+            queue.dequeue_many()
+        grown = machine.rss_mb() - before
+    assert grown < 130
 
 
 def test_where_all_wait_core_states_stand_still():

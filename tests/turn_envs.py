@@ -116,6 +116,29 @@ class Two(Table):
     possible_agents = ["ann", "bob"]
 
 
+class Last(Table):
+    """Of eight agents the last one leaves every 40 turns, until two are left, who play
+    on without end."""
+
+    possible_agents = list("abcdefgh")
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed)
+        for agent in self.possible_agents:
+            if agent not in self.agents:
+                self.join(agent)
+
+    def choose(self):
+        super().choose()
+        if not self.ended(self.agent_selection):
+            self.agent_selection = self.agents[self.turn % len(self.agents)]
+
+    def take_turn(self, agent, action):
+        self.turn += 1
+        if self.turn % 40 == 0 and len(self.agents) > 2:
+            self.terminations[max(self.agents)] = True
+
+
 class Answer(Two):
     """By strict turns: each agent sees which of three actions is right. What it earns,
     1 or 0, is paid when it is the other's turn, so that it comes with its own next."""

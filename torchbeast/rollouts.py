@@ -22,7 +22,6 @@ no transition leads to them. The transition to the next episode is in no rollout
 """
 
 import math
-from collections import deque
 
 import numpy as np
 import torch
@@ -303,20 +302,25 @@ def of_rows(actor, buffers, begin):
     other rows fill theirs, is in no rollout.
     """
     E, K, T = actor.env.num_envs, actor.burn_in, actor.flags.unroll_length
-    t, indices = np.full(E, -1), np.zeros(E, int)
-    states = [deque(maxlen=K + 1) for _ in range(E)]  # Before each of the last steps.
+    t, indices, num = np.full(E, -1), np.zeros(E, int), np.zeros(E, int)
+    # Each row's before each of its last K + 1 steps, of which it has made num.
+    states = map_structure(lambda x: np.stack((K + 1) * [x]), actor.core_states[-1])
 
     def repeat(x, buffer):
         buffer[: len(x), indices[again]] = x[:, ends_again]
 
+    def keep(x, states):
+        states[num[moves] % (K + 1), :, moves] = x.numpy()[:, moves].swapaxes(0, 1)
+
     def write_state(x, buffer):
-        buffer[:, indices[e]] = x[:, e].numpy()
+        first = num[rows] - 1 + ends[rows]  # The oldest, or the newest.
+        buffer[:, indices[rows]] = x[first % (K + 1), :, rows].swapaxes(0, 1)
 
     while True:
         step = actor.step
         moves = ~step["waits"] if "waits" in step else np.ones(E, bool)
-        for e in np.flatnonzero(moves):
-            states[e].append(actor.core_states[-1])
+        map_structure(keep, actor.core_states[-1], states)
+        num += moves
         fills = moves & (t >= 0)
         t += fills
         write_rows(step, buffers, t, indices, fills)
@@ -342,9 +346,7 @@ def of_rows(actor, buffers, begin):
                 ends_again = np.isin(np.flatnonzero(ends), again)
                 map_structure(repeat, overlap, buffers)
                 t[again] = K
-            for e in rows:
-                state = states[e][0 if ends[e] else -1]
-                map_structure(write_state, state, buffers["core_state"])
+            map_structure(write_state, states, buffers["core_state"])
         outputs = actor.act()
         write_rows(outputs, buffers, t, indices, moves & (t >= 0))
         with actor.stage("environment_wait"):
