@@ -1,5 +1,7 @@
 """An agent as one file: it acts as the agent does, without this repository."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -181,6 +183,16 @@ def test_a_folder_that_is_not_there_is_named_before_any_work(tmp_path, capsys):
     assert export.main(["--out", str(out), "--savedir", str(tmp_path)]) == 2
     message = f"--out {out}: there is no directory {out.parent}"
     assert message in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch, capsys):
+    def write_small(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export, "find", lambda flags: [None])
+    monkeypatch.setattr(export, "write_small", write_small)
+    assert export.main(["--out", str(tmp_path / "agent.tar")]) == 2
+    assert "agent.tar: OSError: [Errno 28] No space left" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path, capsys):

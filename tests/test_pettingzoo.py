@@ -256,6 +256,14 @@ def test_an_aec_environment_that_is_parallelizable_is_converted():
         step, expected = turns.step(action), other.step(action)
 
 
+def test_without_pettingzoo_one_that_is_parallelizable_is_one_line(monkeypatch):
+    env = turn_envs.Answer()
+    env.metadata = {**(env.metadata or {}), "is_parallelizable": True}
+    monkeypatch.setitem(sys.modules, "pettingzoo.utils.conversions", None)
+    with pytest.raises(BadInput, match="needs: pip install pettingzoo"):
+        environment.Environment([env])
+
+
 # The programs.
 
 SOME = parallel_envs.SpacesChange, parallel_envs.NoReward, parallel_envs.AllowsNothing

@@ -1,7 +1,7 @@
 """Episodes beside training, as the agent is judged: --eval_interval_steps.
 
-A process of its own, at the lowest priority, plays them with the weights it was sent
-last. Training never waits for it: while it plays, no weights are sent.
+A process of its own, at a low priority, plays them with the weights it was sent last.
+Training never waits for it: while it plays, no weights are sent.
 """
 
 import contextlib

@@ -187,7 +187,14 @@ def write_onnx(program, inputs, outputs, about, out):
 
 
 def main(argv=None):
-    return run_command("export", lambda: export(parser().parse_args(argv)))
+    def body():
+        flags = parser().parse_args(argv)
+        try:
+            return export(flags)
+        except OSError as e:
+            raise BadInput(f"--out {flags.out}: {first_line(e)}") from e
+
+    return run_command("export", body)
 
 
 if __name__ == "__main__":

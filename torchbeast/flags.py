@@ -219,7 +219,7 @@ def command_line(flags, *words):
     program, *own = flags.command
     num = int(os.environ.get("WORLD_SIZE", 1))
     launcher = "python" if num == 1 or words else "torchrun [...]"
-    if not any(word.split("=")[0] == "--xpid" for word in own):
+    if not is_given(flags, "xpid"):
         own.append(f"--xpid={flags.xpid}")
     return f"{launcher} -m {program} {shlex.join([*own, *words])}"
 

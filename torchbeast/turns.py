@@ -10,6 +10,7 @@ No torch in here: environment servers import this file.
 import numpy as np
 
 from torchbeast.calls import Call
+from torchbeast.messages import BadInput
 from torchbeast.pettingzoo import NOTHING, Rows
 from torchbeast.spaces import BadStep
 from torchbeast.vector import unpack
@@ -23,8 +24,12 @@ def rows(envs, *args):
         return Rows(envs, *args)
     if not (getattr(envs[0], "metadata", None) or {}).get("is_parallelizable"):
         return Turns(envs, *args)
-    from pettingzoo.utils.conversions import aec_to_parallel
-
+    try:
+        from pettingzoo.utils.conversions import aec_to_parallel
+    except ImportError:
+        raise BadInput(
+            "an AEC environment that is parallelizable needs: pip install pettingzoo"
+        ) from None
     return Rows([aec_to_parallel(env) for env in envs], *args)
 
 
