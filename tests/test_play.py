@@ -129,12 +129,13 @@ def test_a_loop_of_links_is_no_directory_of_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_agent_of_breakout_that_comes_with_the_repository_plays(tmp_path):
+@pytest.mark.parametrize("game", ["breakout", "pong"])
+def test_an_agent_that_comes_with_the_repository_plays(game, tmp_path):
     agent = tmp_path / "agent.tar"  # test.json is written beside it.
-    shutil.copy(ROOT / "docs/results/breakout.tar", agent)
+    shutil.copy(ROOT / f"docs/results/{game}.tar", agent)
     assert agent.stat().st_size < 1_500_000
     words = "--mode", "test", "--num_test_episodes", 1, "--seed", 1
     result = main(*words, "--checkpoint", agent)
     assert result.returncode == 0, result.stderr
     [score] = json.loads((tmp_path / "test.json").read_text())[0]["returns"]
-    assert score > 10  # By chance, it is one or two.
+    assert score > 10  # By chance, Breakout's is one or two, Pong's -21.
