@@ -29,7 +29,7 @@ from torch import nn
 import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, devices, ranks, replay, rollouts, seeds
+from torchbeast import agents, devices, graphs, ranks, replay, rollouts, seeds
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import add_numbers_flags, initialize
 from torchbeast.environment import probe
@@ -192,24 +192,22 @@ class Agent(agents.Agent):
 
         grad_norm is the gradient's norm before clipping. loss() describes the others.
         """
+        learning_rate = self.learning_rate()
+        self.set_learning_rate(learning_rate)
+        mixed, logged = (batch, {}) if self.credit is None else self.credit.mix(batch)
+        step = self.graphs.of(self.gradient_step, mixed)
+        steps = [step() for _ in range(self.flags.num_epochs)]  # V-trace corrects.
+        self.update_statistics(batch)
+        self.count()
+        return {**means(steps), **logged, "learning_rate": learning_rate}
 
+    def gradient_step(self, batch):
         def loss(batch):  # It may get slices of the batch (set_gradients()).
             outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
             return self.loss(batch, outputs)
 
-        learning_rate = self.learning_rate()
-        self.set_learning_rate(learning_rate)
-        parameters = list(self.net.parameters())
-        mixed, logged = (batch, {}) if self.credit is None else self.credit.mix(batch)
-        steps, clipping = [], self.flags.grad_norm_clipping
-        for _ in range(self.flags.num_epochs):  # V-trace corrects for earlier epochs.
-            x = set_gradients(parameters, loss, mixed, self.flags.loss_reduction)
-            x["grad_norm"] = nn.utils.clip_grad_norm_(parameters, clipping)
-            self.optimizer.step()
-            steps.append(x)
-        self.update_statistics(batch)
-        self.count()
-        return {**means(steps), **logged, "learning_rate": learning_rate}
+        x = set_gradients(self.net.parameters(), loss, batch, self.flags.loss_reduction)
+        return self.clip_and_step(x)
 
     def loss(self, batch, outputs):
         """Returns the loss of rollouts [T + 1, B, ...], for which the net returned
@@ -286,7 +284,9 @@ def inference(batcher, agent, weights, device):
 
     def act(step, core_state):
         inputs = devices.Lazy(step, device), devices.send(core_state, device)
-        return devices.to_host(agent.act(*inputs), device)
+        with graphs.not_capturing(agent.flags):
+            outputs = agent.act(*inputs)
+        return devices.to_host(outputs, device)
 
     for batch in batcher:
         version = weights.fetch(agent.net, version)

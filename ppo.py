@@ -31,7 +31,7 @@ from torchbeast import agents, minibatches, ranks
 from torchbeast.distributions import PolicyHead
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
-from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.gradients import sum_over_ranks
 from torchbeast.images import has_images, smallest_side
 from torchbeast.networks import Network
 from torchbeast.normalization import RunningStatistics
@@ -162,15 +162,11 @@ class Agent(agents.Agent):
         """
         learning_rate = self.flags.learning_rate * self.fraction_left()
         self.set_learning_rate(learning_rate)
-        data, statistics = self.prepare(batch)
-        steps = [
-            self.gradient_step(part)
-            for _ in range(self.flags.num_epochs)
-            for part in minibatches.draw(data, self.flags.num_minibatches)
-        ]
+        data, statistics = self.graphs.of(self.prepare, batch)()
+        means = minibatches.learn(self, data)
         self.update_statistics(batch)
         self.count()
-        return {**means(steps), **statistics, "learning_rate": learning_rate}
+        return {**means, **statistics, "learning_rate": learning_rate}
 
     @torch.no_grad()
     def prepare(self, batch):
@@ -228,9 +224,7 @@ class Agent(agents.Agent):
         statistics = {name: x.detach() for name, x in statistics.items()}
         if ranks.current.num > 1:  # The means over all ranks' real transitions.
             statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
-        grad_norm = nn.utils.clip_grad_norm_(parameters, self.flags.grad_norm_clipping)
-        self.optimizer.step()
-        return {**statistics, "grad_norm": grad_norm}
+        return self.clip_and_step(statistics)
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,

@@ -28,7 +28,7 @@ from atari_wrappers import is_atari
 from torchbeast import agents, minibatches, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
-from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.gradients import sum_over_ranks
 from torchbeast.images import smallest_side
 from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
 
@@ -140,16 +140,12 @@ class Agent(QAgent):
         flags = self.flags
         learning_rate = flags.learning_rate * self.fraction_left()
         self.set_learning_rate(learning_rate)
-        data = self.prepare(batch)
-        steps = [
-            self.gradient_step(part)
-            for _ in range(flags.num_epochs)
-            for part in minibatches.draw(data, flags.num_minibatches)
-        ]
+        data = self.graphs.of(self.prepare, batch)()
+        means = minibatches.learn(self, data)
         self.update_statistics(batch)
         self.count()
         logged = dict(exploration=self.explore_less(), learning_rate=learning_rate)
-        return {**means(steps), **logged}
+        return {**means, **logged}
 
     @torch.no_grad()
     def prepare(self, batch):
@@ -175,10 +171,7 @@ class Agent(QAgent):
         statistics = {name: x.detach() for name, x in statistics.items()}
         if ranks.current.num > 1:  # The means over all ranks' real transitions.
             statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
-        most = self.flags.grad_norm_clipping
-        grad_norm = nn.utils.clip_grad_norm_(parameters, most)
-        self.optimizer.step()
-        return {**statistics, "grad_norm": grad_norm}
+        return self.clip_and_step(statistics)
 
     def loss(self, part):
         """Returns the loss of a minibatch and its statistics, means over real

@@ -20,7 +20,6 @@ N of quantiles. A sample is a whole rollout with its recurrent state, [K + T + 1
 import argparse
 
 import torch
-from torch import nn
 
 from torchbeast import agents, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
@@ -166,8 +165,8 @@ class Agent(QAgent):
         """
         flags = self.flags
         items = self.replay.add(batch)
-        with torch.no_grad():
-            errors, real, _ = self.td_errors(batch)
+        td_errors = torch.no_grad()(self.td_errors)
+        errors, real, _ = self.graphs.of(td_errors, batch)()
         self.replay.set_priorities(items, self.priorities(errors.mean((2, 3)), real))
         T, num = flags.unroll_length, self.num_learned
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
@@ -182,7 +181,18 @@ class Agent(QAgent):
         beta = replay.importance_exponent(flags, self.step)
         batch, items = self.replay.sample(num, beta)
         self.credit.leave_out_padding(batch)
-        parts = []
+        statistics, errors, real = self.graphs.of(self.learn_from, batch)()
+        self.replay.set_priorities(items, self.priorities(errors, real))
+        self.gradient_steps += 1
+        if self.gradient_steps % self.copy_interval == 0:
+            self.target_net.load_state_dict(self.net.state_dict())
+        age = self.replay.age(items) * flags.unroll_length
+        return {**statistics, "replay_age": age}
+
+    def learn_from(self, batch):
+        """Makes a gradient step. Returns (statistics, TD errors and which are real, [T,
+        B])."""
+        flags, num, parts = self.flags, batch["done"].shape[1], []
 
         def loss(batch):  # It may get slices of the batch (set_gradients()).
             errors, real, q = self.td_errors(batch, sampled=True)
@@ -195,18 +205,11 @@ class Agent(QAgent):
             mean_q = scale * torch.where(real, q, 0).sum()
             return total, dict(total_loss=total, td_error=mean_error, q=mean_q)
 
-        parameters = list(self.net.parameters())
-        statistics = set_gradients(parameters, loss, batch)
-        grad_norm = nn.utils.clip_grad_norm_(parameters, flags.grad_norm_clipping)
-        self.optimizer.step()
+        statistics = set_gradients(self.net.parameters(), loss, batch)
+        statistics = self.clip_and_step(statistics)
         # A batch that did not fit was begun again: the last `num` are the whole one.
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
-        self.replay.set_priorities(items, self.priorities(errors, real))
-        self.gradient_steps += 1
-        if self.gradient_steps % self.copy_interval == 0:
-            self.target_net.load_state_dict(self.net.state_dict())
-        age = self.replay.age(items) * flags.unroll_length
-        return {**statistics, "grad_norm": grad_norm, "replay_age": age}
+        return statistics, errors, real
 
     def td_errors(self, batch, sampled=False):
         """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where no

@@ -123,8 +123,8 @@ class Agent(ReplayAgent):
     def actor_parameters(self):
         return *self.net.parameters(), self.log_alpha
 
-    def learn_from(self, batch):
-        statistics = super().learn_from(batch)
+    def learn_from(self, batch, actor_learns):
+        statistics = super().learn_from(batch, actor_learns)
         if self.flags.batch_renorm:
             average_over_ranks(self.net, self.critics)
         return statistics

@@ -8,6 +8,7 @@ import torch
 
 import polybeast
 from tests import (
+    test_graphs,
     test_learner,
     test_nearest,
     test_warp,
@@ -46,6 +47,20 @@ def test_bfloat16_on_the_gpu_changes_losses_by_a_few_percent_at_most():
     other, _ = update("cuda", "--precision", "bfloat16")
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        test_graphs.QUICK,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in test_graphs.CASES),
+        f"monobeast polybeast {test_graphs.PIXELS} --precision bfloat16",
+    ],
+)
+def test_gradient_steps_in_graphs_are_those_that_are_launched_one_by_one(
+    case, tmp_path, monkeypatch
+):
+    test_graphs.compare(case, 6, tmp_path, monkeypatch, equal=False)
 
 
 def test_weights_published_while_others_fetch_are_whole():

@@ -143,12 +143,13 @@ class Graph:
     """Capturing launches, too, in place of the first replay."""
 
     def __init__(self):
-        self.launched, self.written, self.is_new = [], set(), True
+        self.launched, self.is_new = [], True
+        self.read, self.written = set(), set()  # Addresses.
 
     @torch.inference_mode()  # In which some of it was captured.
     def replay(self):
         gpus = PretendedGpus.current
-        gpus.launch("replay", [], self.written)
+        gpus.launch("replay", self.read - self.written, self.written)
         if not self.is_new:
             for function, args, kwargs, results in self.launched:
                 again = function(*args, **kwargs)
@@ -190,6 +191,7 @@ class PretendedGpus:
             cuda: dict(
                 is_available=lambda: True,
                 _lazy_init=lambda: None,
+                is_bf16_supported=lambda: True,
                 device_count=lambda: self.num,
                 current_device=lambda: self.device_index,
                 set_device=self.set_device,
@@ -256,11 +258,11 @@ class PretendedGpus:
             self.streams[i], self.device_index = outer, before
 
     @contextlib.contextmanager
-    def capture(self, graph):
+    def capture(self, graph, stream=None, capture_error_mode="global"):
         self.wait("synchronize", self.all())
         self.graph = graph
         try:
-            with self.stream(Stream()):
+            with self.stream(stream or Stream()):
                 yield
         finally:
             self.graph = None
@@ -302,6 +304,7 @@ class PretendedGpus:
                     f"{what} on cuda:{index} is in no graph, which captures "
                     f"cuda:{self.device_index}: {where()}"
                 )
+            self.graph.read.update(read)
             self.graph.written.update(written)
         else:
             self.launches += 1

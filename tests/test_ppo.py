@@ -194,7 +194,7 @@ def test_each_epoch_has_each_step_once_and_whole_rollouts_for_an_lstm(args, shap
     data, _ = agent.prepare(batch)
     assert data["real"].shape == shape
     data["number"] = torch.arange(T * B).view(shape)
-    parts = list(minibatches.draw(data, 4))
+    parts = [minibatches.take(data, columns) for columns in minibatches.draw(data, 4)]
     assert len(parts) == agent.flags.num_minibatches == 4
     assert all(len(part["number"]) == shape[0] for part in parts)
     together = torch.cat([part["number"].flatten() for part in parts])

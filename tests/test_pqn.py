@@ -180,7 +180,7 @@ def test_minibatches_have_whole_rollouts_with_their_state_for_an_lstm(args, shap
     agent, batch = collect(*args)
     data = agent.prepare(batch)
     data["number"] = torch.arange(T * B).view(shape)
-    parts = list(minibatches.draw(data, 2))
+    parts = [minibatches.take(data, columns) for columns in minibatches.draw(data, 2)]
     assert [len(part["number"]) for part in parts] == [shape[0]] * 2
     together = torch.cat([part["number"].flatten() for part in parts])
     assert sorted(together.tolist()) == list(range(T * B))

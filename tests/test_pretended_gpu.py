@@ -26,28 +26,46 @@ PIXELS = "tests.envs:torchbeast/CatchPixels-v0"
 # update, and in the update. A number that grows makes every run slower: 10 us a launch,
 # and a wait lets the GPU run empty.
 BUDGETS = {
-    "monobeast polybeast CartPole-v1": [(1, 13), (2, 963)],
+    "monobeast polybeast CartPole-v1": [(1, 13), (2, 948)],
     "monobeast polybeast CartPole-v1 --use_lstm": [(1, 15), (2, 522)],
-    f"monobeast polybeast {PIXELS}": [(1, 13), (2, 275)],
-    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (5, 1004)],
-    "monobeast ppo CartPole-v1 --num_epochs 1": [(1, 13), (2, 2901)],
+    f"monobeast polybeast {PIXELS}": [(1, 13), (2, 282)],
+    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (5, 989)],
+    "monobeast ppo CartPole-v1 --num_epochs 1": [(1, 13), (2, 2796)],
     "monobeast pqn CartPole-v1 --num_epochs 1": [(1, 12), (2, 140)],
     "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (8, 1065)],
     "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (8, 407)],
     "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 325)],
     "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 185)],
-    "warpbeast polybeast warp/Catch": [(1, 21), (1, 952)],
+    "warpbeast polybeast warp/Catch": [(1, 21), (1, 937)],
     "warpbeast polybeast warp/Catch --use_lstm": [(1, 21), (1, 511)],
-    "warpbeast ppo warp/CartPole --num_epochs 1": [(1, 21), (1, 2890)],
+    "warpbeast ppo warp/CartPole --num_epochs 1": [(1, 21), (1, 2785)],
     "warpbeast pqn warp/CartPole --num_epochs 1": [(1, 21), (1, 133)],
     "warpbeast r2d2 warp/CartPole --burn_in 2 --replay_ratio 2": [(1, 21), (7, 1052)],
     "warpbeast sac warp/Pendulum --replay_ratio 0.5": [(1, 21), (6, 322)],
-    "polybeast polybeast CartPole-v1": [(5, 212), (1, 963)],
-    f"polybeast polybeast {PIXELS} --use_lstm": [(5, 467), (1, 570)],
-    "polybeast ppo CartPole-v1 --num_epochs 1": [(5, 156), (2, 2901)],
+    "polybeast polybeast CartPole-v1": [(5, 212), (1, 948)],
+    f"polybeast polybeast {PIXELS} --use_lstm": [(5, 467), (1, 577)],
+    "polybeast ppo CartPole-v1 --num_epochs 1": [(5, 156), (2, 2796)],
     "polybeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(5, 327), (7, 1065)],
     "polybeast sac Pendulum-v1 --replay_ratio 0.5": [(5, 126), (6, 325)],
 }  # fmt: skip
+GRAPHED = {
+    "monobeast polybeast CartPole-v1": [(1, 13), (2, 150)],
+    "monobeast polybeast CartPole-v1 --use_lstm": [(1, 15), (2, 146)],
+    f"monobeast polybeast {PIXELS} --precision bfloat16": [(1, 13), (2, 98)],
+    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (5, 191)],
+    "monobeast ppo CartPole-v1 --num_epochs 2": [(1, 13), (2, 268)],
+    "monobeast ppo CartPole-v1 --num_minibatches 3": [(1, 13), (2, 210)],
+    "monobeast ppo CartPole-v1 --use_lstm --num_minibatches 2": [(1, 15), (2, 204)],
+    "monobeast pqn CartPole-v1 --num_minibatches 2": [(1, 12), (2, 78)],
+    "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (8, 142)],
+    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (8, 112)],
+    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 64)],
+    "monobeast sac Pendulum-v1 --preset crossq --replay_ratio 0.5": [(1, 11), (7, 73)],
+    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 60)],
+    "warpbeast ppo warp/CartPole --num_minibatches 2": [(1, 21), (1, 187)],
+    "polybeast polybeast CartPole-v1": [(5, 212), (1, 150)],
+}  # fmt: skip
+BUDGETS |= {f"{case} --cuda_graphs": budget for case, budget in GRAPHED.items()}
 QUICK = "monobeast polybeast CartPole-v1"
 
 
@@ -172,6 +190,7 @@ def test_a_run_on_a_gpu_keeps_to_its_budget_of_waits_and_launches(
     program, *args = case.split()
     program = {x.__name__: x for x in (monobeast, polybeast, warpbeast)}[program]
     updates = 6 if program is warpbeast else 4  # Of a captured rollout, too.
+    updates = 10 if "--cuda_graphs" in args else updates
     flags = flags_of(program, tmp_path, *args, updates=updates)
     counts = count(gpus, monkeypatch)
     train = train_polybeast if program is polybeast else program.train

@@ -221,12 +221,12 @@ def test_names_that_begin_with_a_dash_are_in_the_printed_commands(savedir):
 
 
 def test_an_optimizer_of_several_groups_resumes(savedir, monkeypatch):
-    def start_learning(self, device):
+    def make_optimizer(self):
         first, *others = self.net.parameters()
         groups = [{"params": [first], "alpha": 0.9}, {"params": others}]
-        self.optimizer = torch.optim.RMSprop(groups, lr=1e-3)
+        return torch.optim.RMSprop(groups, lr=1e-3)
 
-    monkeypatch.setattr(polybeast.Agent, "start_learning", start_learning)
+    monkeypatch.setattr(polybeast.Agent, "make_optimizer", make_optimizer)
     for steps in (80, 160):
         result = main(*serial_run(savedir, steps=steps))
         assert result.returncode == 0, result.stderr

@@ -123,7 +123,7 @@ def gradients(agent, batch):
         steps.append({**grads, "log_alpha": [agent.log_alpha.grad]})
 
     agent.optimizer.step = step
-    agent.learn_from(batch)
+    agent.learn_from(batch, True)
     return steps
 
 

@@ -182,16 +182,17 @@ class ReplayAgent(agents.Agent):
     def gradient_step(self):
         num = self.flags.replay_batch_size // ranks.current.num
         batch, items = self.replay.sample(num)
-        statistics = self.learn_from(batch)
+        self.gradient_steps += 1
+        actor_learns = self.gradient_steps % self.flags.policy_delay == 0
+        statistics = self.graphs.of(self.learn_from, batch)(actor_learns)
         age = self.replay.age(items) * self.flags.unroll_length
         return {**statistics, "replay_age": age}
 
-    def learn_from(self, batch):
-        """Has the critics learn from samples [2, B, ...] and, after --policy_delay of
+    def learn_from(self, batch, actor_learns):
+        """Has the critics learn from samples [2, B, ...], and, after --policy_delay of
         such steps, the actor, which all target networks wait for."""
         statistics = self.update(self.critics.parameters(), self.critic_loss, batch)
-        self.gradient_steps += 1
-        if self.gradient_steps % self.flags.policy_delay == 0:
+        if actor_learns:
             # The actor's loss is not theirs.
             self.critics.requires_grad_(False).eval()
             statistics |= self.update(self.actor_parameters(), self.actor_loss, batch)

@@ -6,11 +6,13 @@ subclass of Agent, which says what the network is, how it acts and what it learn
 
 import argparse
 
+import torch
 from torch import nn
 
 from torchbeast import distributions, encoders, normalization, replay_files, rollouts
 from torchbeast.checkpoint import load_weights
 from torchbeast.flags import fill_in, number
+from torchbeast.graphs import Graphs
 from torchbeast.messages import BadInput
 from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
 from torchbeast.optimizers import load_optimizer
@@ -84,6 +86,7 @@ class Agent:
                   process that acts makes an agent of its own.
     burn_in       K: rollouts begin K steps earlier, for the recurrent state alone.
     optimizer     None, but for the agent that was told to start_learning().
+    graphs        of its gradient steps: graphs.Graphs. Only the learner's has it.
     step, updates agent steps and batches that were learned from.
     learned       {name: what else is learned, with state_dict() and load_state_dict()},
                   which a checkpoint has, too. start_learning() may add to it.
@@ -195,6 +198,7 @@ class Agent:
     def start_learning(self, device):
         """Makes what only the learner has. The net is on the device already."""
         self.optimizer = self.make_optimizer()
+        self.graphs = Graphs(self.flags, device, self.optimizer)
         if self.normalized_rewards is not None:
             self.learned["normalized_rewards"] = self.normalized_rewards.to(device)
 
@@ -217,7 +221,18 @@ class Agent:
 
     def set_learning_rate(self, learning_rate):
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            if torch.is_tensor(group["lr"]):
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
+
+    def clip_and_step(self, statistics):
+        """Clips the net's gradients, by --grad_norm_clipping, and lets the optimizer
+        make a step. Returns the statistics and the gradients' norm."""
+        largest = self.flags.grad_norm_clipping
+        norm = nn.utils.clip_grad_norm_(list(self.net.parameters()), largest)
+        self.optimizer.step()
+        return {**statistics, "grad_norm": norm}
 
     def rewards(self, batch):
         """Returns the rewards [T, B] that are learned from. Index t is of the action

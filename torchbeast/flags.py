@@ -284,6 +284,9 @@ def run_parser() -> argparse.ArgumentParser:
                    "on CPUs with AMX, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network, for GPUs: slower to start")
+    g.add_argument("--cuda_graphs", action="store_true",
+                   help="launch each gradient step as one CUDA graph; never tried on "
+                   "a GPU")
 
     g = p.add_argument_group("test")
     g.add_argument("--checkpoint", metavar="FILE", type=path,

@@ -28,7 +28,7 @@ def set_gradients(parameters, loss, batch, reduction="sum"):
     where they are summed.
     """
     global _largest
-    sums = None
+    parameters, sums = list(parameters), None
     while sums is None:
         try:
             sums = _sum_of_slices(parameters, loss, batch, reduction)
@@ -55,7 +55,7 @@ def _sum_of_slices(parameters, loss, batch, reduction):
         value, statistics = loss(part)
         (weight * value).backward()
         for name, x in statistics.items():
-            x = torch.as_tensor(x).detach()
+            x = x.detach() if torch.is_tensor(x) else value.new_full((), x)
             sums[name] = sums.get(name, 0) + weight * x
     return sums
 
@@ -65,7 +65,10 @@ def means(statistics):
     which some may lack a name."""
     names = dict.fromkeys(k for x in statistics for k in x)
     values = {k: [x[k] for x in statistics if k in x] for k in names}
-    return {k: sum(x) / len(x) for k, x in values.items()}
+    return {
+        k: torch.stack(x).float().mean() if torch.is_tensor(x[0]) else sum(x) / len(x)
+        for k, x in values.items()
+    }
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import torch
 
 from torchbeast import agents, ranks
 from torchbeast.flags import number
+from torchbeast.gradients import means
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
@@ -48,9 +49,24 @@ def prepare(batch, core_state, **data):
     return data
 
 
+def learn(agent, data):
+    """Has an agent make its gradient_step() on --num_minibatches parts of the data [T,
+    B, ...], --num_epochs times. Returns the means of what it returns."""
+
+    def gradient_step(data, columns):
+        return agent.gradient_step(take(data, columns))
+
+    flags, step = agent.flags, agent.graphs.of(gradient_step, data)
+    epochs = (draw(data, flags.num_minibatches) for _ in range(flags.num_epochs))
+    return means([step(columns) for epoch in epochs for columns in epoch])
+
+
 def draw(data, num):
-    """Yields the data [T, B, ...] in `num` parts, in random order along B."""
-    _, B = data["done"].shape
-    order = torch.randperm(B, device=data["done"].device)
-    for part in order.tensor_split(min(num, B)):
-        yield map_structure(lambda x, part=part: x[:, part], data)
+    """Returns `num` lists of columns, indices along B, of the data [T, B, ...]: each
+    column is in one of them."""
+    B = data["done"].shape[1]
+    return torch.randperm(B, device=data["done"].device).tensor_split(min(num, B))
+
+
+def take(data, columns):
+    return map_structure(lambda x: x[:, columns], data)

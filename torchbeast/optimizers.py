@@ -33,9 +33,9 @@ def load_optimizer(optimizer, state):
         {name: x for name, x in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
-    for group, group_options in zip(optimizer.param_groups, options):
-        group.update(group_options)
+    groups = zip(state["param_groups"], options, strict=True)
+    groups = [{**saved, **own} for saved, own in groups]
+    optimizer.load_state_dict({**state, "param_groups": groups})
     if optimizer.defaults.get("momentum", 0) > 0:
         for parameter, state_of in optimizer.state.items():  # It may be new.
             state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -1,0 +1,202 @@
+"""Gradient steps as CUDA graphs, on a GPU that is not there."""
+
+import pytest
+import torch
+
+import monobeast
+import polybeast
+import warpbeast
+from tests.test_pretended_gpu import PIXELS, Batch, flags_of, gpus  # noqa: F401
+from torchbeast import checkpoint, graphs, ranks
+from torchbeast.environment import probe
+from torchbeast.graphs import Graphs
+from torchbeast.messages import BadInput
+from torchbeast.nests import leaves
+from torchbeast.policies import make_agent
+
+QUICK = "monobeast polybeast CartPole-v1 --num_epochs 3"
+
+
+CASES = [
+    "monobeast polybeast CartPole-v1 --use_lstm --momentum 0.5",
+    f"monobeast polybeast {PIXELS} --loss_reduction mean",
+    "monobeast polybeast CartPole-v1 --replay_fraction 0.5",
+    "monobeast ppo CartPole-v1 --num_minibatches 3",
+    "monobeast ppo CartPole-v1 --use_lstm --num_minibatches 2",
+    "monobeast pqn CartPole-v1 --num_minibatches 3",
+    "monobeast r2d2 CartPole-v1 --burn_in 2 --target_interval 8",
+    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5",
+    "monobeast sac Pendulum-v1 --replay_ratio 0.5",
+    "monobeast sac Pendulum-v1 --preset crossq --replay_ratio 1",
+    "monobeast td3 Pendulum-v1 --replay_ratio 1",
+    "warpbeast ppo warp/CartPole --num_minibatches 2 --num_epochs 2",
+    "warpbeast ppo warp/Tag --num_minibatches 2 --num_epochs 2",
+]
+
+
+def train(case, path, updates):
+    """Trains on the GPU, and returns the checkpoint's tensors, {path: tensor}."""
+    program, *args = case.split()
+    program = {x.__name__: x for x in (monobeast, warpbeast)}[program]
+    assert program.train(flags_of(program, path, *args, updates=updates)) == 0
+    state = checkpoint.load(path / "x" / "model.tar")
+    found = {k: x for k, x in leaves(state) if torch.is_tensor(x)}
+    return {k: x for k, x in found.items() if "param_groups" not in k}
+
+
+def compare(case, updates, path, monkeypatch, equal=True):
+    """Trains with graphs, without, and with all but the graphs. The last has what the
+    first has, equal or nearly so."""
+    graphed = train(f"{case} --cuda_graphs", path / "graphed", updates)
+    ordinary = train(case, path / "ordinary", updates)
+    monkeypatch.setattr(graphs, "WARM_UP", 10**9)
+    one_by_one = train(f"{case} --cuda_graphs", path / "one by one", updates)
+    assert graphed.keys() == one_by_one.keys() == ordinary.keys()
+    for name, x in graphed.items():
+        assert not equal or torch.equal(x, one_by_one[name]), name
+        # In an ordinary run the optimizer's numbers are Python's, rounded otherwise.
+        for y in (ordinary[name], one_by_one[name]):
+            difference = (x.double() - y.double()).norm()
+            assert difference <= 0.01 * x.double().norm() + 1e-3, name
+
+
+@pytest.mark.parametrize(
+    "case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)]
+)
+def test_replayed_gradient_steps_are_those_that_are_launched_one_by_one(
+    case,
+    gpus,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    compare(case, 2 if case == QUICK else 6, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("flags", [(), ("--cuda_graphs",)], ids=str)
+def test_a_run_may_be_resumed_with_graphs_and_without(flags, gpus, tmp_path):  # noqa: F811
+    case, graphed = f"{QUICK} --momentum 0.5", " --cuda_graphs"
+    before = train(case + " ".join(("", *flags)), tmp_path, 4)
+    after = train(case + ("" if flags else graphed), tmp_path, 8)
+    assert before.keys() == after.keys()
+    steps = {int(x) for k, x in after.items() if k.endswith("/step")}
+    assert steps == {24}  # Of 8 updates of 3 epochs.
+
+
+def test_what_a_graph_cannot_have_is_named_in_one_line(gpus, tmp_path, monkeypatch):  # noqa: F811
+    loss_of = polybeast.Agent.loss
+
+    def loss(self, *args):
+        loss, statistics = loss_of(self, *args)
+        return loss if loss.item() < 1e9 else 0 * loss, statistics
+
+    monkeypatch.setattr(polybeast.Agent, "loss", loss)
+    with pytest.raises(BadInput, match="--cuda_graphs: a graph cannot have /.*: .*item|"
+                       "_local_scalar_dense at tests/test_graphs.py") as e:  # fmt: skip
+        train(f"{QUICK} --cuda_graphs", tmp_path, 4)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "num", "message"),
+    [
+        ("cpu", 1, "--cuda_graphs: expected a learner on cuda, not cpu"),
+        ("cuda:0", 2, "--cuda_graphs: expected one learner, there are 2"),
+    ],
+)
+def test_where_there_are_no_graphs_the_flag_is_refused(
+    device,
+    num,
+    message,
+    gpus,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    monkeypatch.setattr(ranks.current, "num", num)
+    args = "polybeast", "CartPole-v1", "--cuda_graphs"
+    flags = flags_of(monobeast, tmp_path, *args, updates=1)
+    with pytest.raises(BadInput, match=message):
+        Graphs(flags, torch.device(device), None)
+
+
+class Flags:
+    cuda_graphs = True
+
+
+@pytest.fixture
+def own(gpus):  # noqa: F811
+    parameter = torch.nn.Parameter(torch.ones(2, device="cuda:0"))
+    optimizer = torch.optim.Adam([parameter])
+    return Graphs(Flags, torch.device("cuda:0"), optimizer)
+
+
+def test_batches_of_other_shapes_and_other_constants_have_graphs_of_their_own(own):
+    calls = []
+
+    def double(batch, x, negate):
+        calls.append(len(batch["x"]))
+        y = 2 * batch["x"].sum() + x
+        return {"y": -y if negate else y, "many": 0 * batch["x"], "x": x.double()}
+
+    for i in range(9):
+        for n in (1, 2):
+            for negate in (True, False):
+                x = torch.tensor(float(i), device="cuda:0")
+                batch = {"x": torch.full((n,), float(n + i), device="cuda:0")}
+                result = own.of(double, batch)(x, negate)
+                sign = -1 if negate else 1
+                assert result["y"].item() == sign * (2 * n * (n + i) + i)
+                assert result["x"].item() == i and result["many"].shape == (n,)
+    assert len(calls) == 4 * (graphs.WARM_UP + 1)  # The last ones are captured.
+
+
+def test_results_are_the_callers_own(own):
+    step = own.of(
+        lambda batch: (batch + 1, batch.sum()), torch.ones(2, device="cuda:0")
+    )
+    results = [step() for _ in range(6)]
+    for x, total in results[:-1]:
+        x.zero_()
+        total.zero_()
+    assert results[-1][0].tolist() == [2, 2] and results[-1][1].item() == 2
+
+
+def test_of_batches_of_many_shapes_only_the_first_are_captured(own):
+    calls = []
+
+    def step(batch):
+        calls.append(len(batch))
+        return batch.sum()
+
+    for n in range(1, graphs.MAX_SHAPES + 2):
+        for _ in range(graphs.WARM_UP + 3):
+            assert own.of(step, torch.ones(n, device="cuda:0"))().item() == n
+    called = [calls.count(n + 1) for n in range(graphs.MAX_SHAPES + 1)]
+    assert called == [*[graphs.WARM_UP + 1] * graphs.MAX_SHAPES, graphs.WARM_UP + 3]
+
+
+def test_nobody_acts_while_a_step_is_captured(own, tmp_path):
+    """Some versions of PyTorch would draw no random numbers."""
+    step = own.of(
+        lambda x: 1 * x.fill_(graphs._capturing.locked()),
+        torch.ones((), device="cuda:0"),
+    )
+    assert [step().item() for _ in range(5)] == [0, 0, 0, 1, 1]
+    args = "polybeast", "CartPole-v1", "--cuda_graphs"
+    flags = flags_of(polybeast, tmp_path, *args, updates=1)
+    env, _ = probe(polybeast.polybeast_env.create_env, flags, 1)
+    agent, locked = make_agent(flags, env), []
+    act = agent.act
+    agent.act = lambda *x: locked.append(graphs._capturing.locked()) or act(*x)
+
+    class Weights:
+        def fetch(self, net, version):
+            return 0
+
+    step = {k: torch.as_tensor(x)[None] for k, x in env.initial(1).items()}
+    polybeast.inference(
+        [Batch((step, agent.initial_state(1)))],
+        agent,
+        Weights(),
+        torch.device("cuda:0"),
+    )
+    assert locked == [True] and not graphs._capturing.locked()
