@@ -149,6 +149,53 @@ class Targets(Crowd):
         return self.right, {a: {} for a in agents}
 
 
+class Mixed(Crowd):
+    """Two agents with masked choices and one that moves anywhere, for 6 steps. It keeps
+    what it was given and what it returned."""
+
+    possible_agents = ["red_0", "blue", "red_1"]
+
+    @functools.cache  # noqa: B019
+    def observation_space(self, agent):
+        if agent == "blue":
+            return spaces.Box(-9, 9, (2,), np.float32)
+        seen = spaces.Box(-9, 9, (3,), np.float32)
+        return spaces.Dict({"seen": seen, "action_mask": spaces.MultiBinary(4)})
+
+    @functools.cache  # noqa: B019
+    def action_space(self, agent):
+        if agent == "blue":
+            return spaces.Box(-2, 2, (2,), np.float32)
+        return spaces.Discrete(4)
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.t, self.agents, self.given = 0, list(self.possible_agents), None
+        return self.observe(), {}
+
+    def step(self, actions):
+        for agent, action in actions.items():
+            assert self.action_space(agent).contains(action), (agent, action)
+            assert agent == "blue" or self.shown[agent]["action_mask"][action]
+        self.t, self.given = self.t + 1, actions
+        before = self.agents
+        self.agents = [a for a in before if self.t < (4 if a == "red_1" else 6)]
+        ends = {a: a not in self.agents for a in before}
+        rewards = {a: float(self.rng.random()) for a in before}
+        shown = {a: x for a, x in self.observe().items() if a in before}
+        return shown, rewards, ends, dict.fromkeys(before, False), {}
+
+    def observe(self):
+        self.shown = {"blue": self.rng.random(2, np.float32)}
+        for agent in ("red_0", "red_1"):
+            mask = self.rng.integers(2, size=4, dtype=np.int8)
+            mask[self.rng.integers(4)] = 1
+            seen = self.rng.random(3, np.float32)
+            self.shown[agent] = {"seen": seen, "action_mask": mask}
+        return self.shown
+
+
 class Gone(Crowd):
     """Two agents, of whom the second is never there."""
 
@@ -204,7 +251,7 @@ class EqualNames(Steady):
 
 class OtherSpaces(Steady):
     """environment crowd_v0: agent 'cem' has the space Discrete.4., expected Discrete.5.
-    , as 'ann' had: all agents learn one policy"""
+    , as 'ann' had: they have one policy .--policies NAME=PATTERN,... makes several."""
 
     def action_space(self, agent):
         return spaces.Discrete(4 if agent == "cem" else 5)

@@ -196,6 +196,33 @@ class Duel(Answer):
             self.terminations = {ann: True, bob: True}
 
 
+class Unlike(Answer):
+    """By strict turns: ann has three choices, of which a mask forbids some, bob two."""
+
+    @functools.cache  # noqa: B019
+    def observation_space(self, agent):
+        return spaces.Discrete(3 if agent == "ann" else 2)
+
+    @functools.cache  # noqa: B019
+    def action_space(self, agent):
+        return spaces.Discrete(3 if agent == "ann" else 2)
+
+    def choose(self):
+        super().choose()
+        if self.agents and self.agent_selection == "bob":
+            self.right %= 2
+
+    def last(self, observe=True):
+        x, *others, info = super().last()
+        if self.agent_selection == "ann":
+            info = {**info, "action_mask": np.arange(3) == x}
+        return x, *others, info
+
+    def take_turn(self, agent, action):
+        assert agent == "bob" or action == self.right
+        super().take_turn(agent, action)
+
+
 class Steady(Two):
     """Both are there for 12 turns. Faults change what happens at the third one."""
 

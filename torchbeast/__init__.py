@@ -6,7 +6,8 @@ What to open for what, in the order of the way from an environment to a gradient
     spaces.py         which observations and actions are supported; masks.py: when
     vector.py         environments that step together; how they begin anew
     pettingzoo.py     environments of several agents; turns.py: that act by turns;
-                      seats.py: which policy acts for whom
+                      seats.py: which policy acts for whom; union.py: whose spaces
+                      differ
     actors.py         MonoBeast's actor processes, and the shared memory they fill
     rollouts.py       what a rollout holds
     agents.py         what all agents share; policies.py: several agents as one

@@ -199,6 +199,7 @@ class Environment:
     num_acting:         the same, or 1 where they act by turns
     policies:           {name: slice or indices of its agents}, if there are several
     opponents:          --opponents
+    of_policies:        whether spaces, and what is of them, are {policy: its own}
     observation_space:  of one environment, Gymnasium's, without entries of text
     texts:              names of the entries of text that are left out
     action_space:       of one environment, Gymnasium's
@@ -207,7 +208,7 @@ class Environment:
     fps:                steps per second at the game's own speed, for videos
     """
 
-    num_agents, policies, opponents = 1, {}, None
+    num_agents, policies, opponents, of_policies = 1, {}, None, False
     _mask = None  # [E, C], that of the newest step.
 
     def __init__(self, env, resize=None, layout=None, policies=None, opponents=None):
@@ -230,6 +231,7 @@ class Environment:
             images.prepare(self.env.observations, resize, layout)
         self.num_acting = self.num_agents if self.env.waits is None else 1
         self.name = self.env.name
+        self.of_policies = getattr(self.env, "union", None) is not None
         self.num_envs = self.env.num_envs
         self.observation_space = self.env.observations.space
         self.texts = self.env.observations.texts
@@ -292,7 +294,7 @@ class Environment:
         action = map_structure(lambda x: _zero_where(done, x), action)
         for m in metrics:
             if m is not None:
-                self._add_metrics(m)
+                self.add_metrics(m)
         return self._step(observation, reward, done, terminated, truncated, end, action)
 
     def _step(self, observation, reward, done, terminated, truncated, end, action):
@@ -342,7 +344,7 @@ class Environment:
             return self.actions.zeros()
         return masks.some_action(self.actions, self._mask)
 
-    def _add_metrics(self, metrics):
+    def add_metrics(self, metrics):
         """Keeps the numbers of an episode's metrics, and warns once of anything
         else."""
         numbers, metrics = {}, metrics if isinstance(metrics, dict) else {"": metrics}

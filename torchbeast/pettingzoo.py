@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import gymnasium
 import numpy as np
 
+from torchbeast import union
 from torchbeast.calls import Call
 from torchbeast.masks import NAME
 from torchbeast.messages import BadInput
@@ -92,6 +93,7 @@ class Rows(Separate):
     policies, opponents: as of seats.Seats
     out: [rows] bool, whose agent's last step was the newest one or an older one
     policy: [rows] uint8, the numbers of the policies that act, or None
+    union: union.Union, if the policies' spaces differ, or None
     """
 
     def __init__(self, envs, policies=None, opponents=None):
@@ -107,10 +109,16 @@ class Rows(Separate):
             )
         self.num_envs = len(envs) * self.num_agents
         self.seats = Seats(self.agents, len(envs), self.name, policies, opponents)
-        self._spaces = _spaces_of(first, self.agents[0])
+        policies = self.seats.policies or {None: range(self.num_agents)}
+        self._policies = {self.agents[i]: p for p, own in policies.items() for i in own}
+        self._firsts = {p: self.agents[own[0]] for p, own in policies.items()}
+        self._spaces = {p: _spaces_of(first, a) for p, a in self._firsts.items()}
         for env in self.envs:
             self._check_spaces(env)
-        space, action_space = self._spaces
+        self.union = union.make(self._spaces)
+        space, action_space = self._spaces[next(iter(policies))]
+        if self.union is not None:
+            space, action_space = self.union.spaces
         self.actions = Actions(action_space, self.num_envs)
         self.observations, self.masks = split(space, self.actions)
         self.masks.who = self._who
@@ -128,12 +136,13 @@ class Rows(Separate):
                 f"and had {self.agents}"
             )
         for agent in self.agents:
-            for x, expected in zip(_spaces_of(env, agent), self._spaces):
+            policy = self._policies[agent]
+            for x, expected in zip(_spaces_of(env, agent), self._spaces[policy]):
                 if x is not expected and x != expected:
                     raise BadInput(
                         f"environment {self.name}: agent {agent!r} has the space {x}, "
-                        f"expected {expected}, as {self.agents[0]!r} had: all agents "
-                        "learn one policy"
+                        f"expected {expected}, as {self._firsts[policy]!r} had: they "
+                        "have one policy (--policies NAME=PATTERN,... makes several)"
                     )
 
     def reset(self, seed):
@@ -188,7 +197,7 @@ class Rows(Separate):
         """Steps environment e. Yields the observations of its rows."""
         before = self._live[e]
         rows = self.seats.rows[e]
-        given = {a: x for a, x in zip(rows, actions) if a in before}
+        given = {a: self._own(a, x) for a, x in zip(rows, actions) if a in before}
         with self._step_call:
             result = self.envs[e].step(given)
         observations, *numbers, infos = unpack("step", result, STEP)
@@ -244,6 +253,9 @@ class Rows(Separate):
 
     def _seen(self, row, x, info, acts):
         """Returns the observation x of a row without its mask, which it takes."""
+        if self.union is not None:
+            policy = self._policies[self._agent(row)]
+            x, info = self._of(row, self.union.observe, policy, x, info, acts)
         if acts or self.masks.of_observation or NAME in info:
             return self._of(row, self.masks.take, x, info, row)
         self.masks.allow_all(row)  # No action is taken at a last observation.
@@ -262,6 +274,10 @@ class Rows(Separate):
 
     def _rows(self, e):
         return enumerate(self.seats.rows[e], e * self.num_agents)
+
+    def _own(self, agent, action):
+        """Returns an agent's own part of an action."""
+        return action if self.union is None else action[self._policies[agent]]
 
     def _row(self, e, agent):
         """Returns which of the rows of environment e is an agent's."""

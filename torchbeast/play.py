@@ -39,13 +39,11 @@ def test(flags, create_env):
     policy = Policy(agent, env, flags.test_actions)
     if flags.opponent is not None:
         policy = against(flags, env, agent)
-    returns, lengths, sides = [], [], []
+    returns, lengths = [], []
     try:
         for episode_return, length in episodes(flags, env, policy):
             returns.append(episode_return)
             lengths.append(length)
-            if env.opponents is not None:
-                sides.append({f"return_as_{env.env.seats.rows[0][0]}": episode_return})
             print(
                 f"episode {len(returns)}: return {episode_return:g}, {length} steps",
                 flush=True,
@@ -53,8 +51,7 @@ def test(flags, create_env):
     finally:  # After Ctrl-C, too.
         env.close()
         if returns:
-            metrics = env.take_metrics() + sides
-            report(flags, path, saved["step"], returns, lengths, metrics)
+            report(flags, path, saved["step"], returns, lengths, env.take_metrics())
     if flags.video:
         try:
             trackers = Trackers(flags.track, path.parent, saved["step"])
@@ -153,8 +150,13 @@ def episodes(flags, env, policy):
         if video is not None:
             video.close()
             video = None
-        judged = returns if env.opponents is None else returns[:1]
-        yield float(np.nanmean(judged)), int(step["episode_step"].max())
+        if env.opponents is not None:  # Of the one that is judged.
+            returns = returns[:1]
+            env.add_metrics({f"return_as_{env.env.seats.rows[0][0]}": returns[0]})
+        for name, rows in env.policies.items() if len(env.policies) > 1 else ():
+            if (own := returns[rows])[own == own].size:
+                env.add_metrics({f"{name}_return": np.nanmean(own)})
+        yield float(np.nanmean(returns)), int(step["episode_step"].max())
 
 
 def report(flags, path, trained_steps, returns, lengths, metrics):

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import nn
 
-from torchbeast import ranks, rollouts
+from torchbeast import ranks, rollouts, union
 from torchbeast.environment import Environment
 from torchbeast.flags import Parser, agent_parser, load_agent
 from torchbeast.messages import BadInput, first_line
@@ -68,6 +68,9 @@ class Several:
 
     def __init__(self, flags, env, agents, frozen):
         self.flags, self.agents, self.frozen = flags, agents, frozen
+        self._choices, self._like = None, {}
+        if getattr(env, "of_policies", False):
+            self._choices = union.choices(env.action_space)
         if getattr(flags, "save_replay", False):
             raise BadInput("--save_replay: expected an environment with one policy")
         if ranks.current.num > 1 and isinstance(env, Environment):
@@ -94,27 +97,63 @@ class Several:
 
     @torch.inference_mode()
     def _act(self, method, step, core_state, *args):
-        step, outputs, B = dict(step), None, step["done"].shape[1]
+        step, all_outputs = dict(step), {}
         core_state = map_structure(torch.clone, core_state)
         # (Numbers that a server makes up do no harm.)
         numbers = step["policy"][0].clamp(max=len(self.agents) - 1)
         for number, (name, agent) in enumerate(self.agents.items()):
             rows = (numbers == number).nonzero()[:, 0]
-            if len(rows) == 0:
+            acts = len(rows) > 0
+            if not acts and (self._choices is None or name in self._like):
                 continue
+            if not acts:  # Only to see what its outputs are like.
+                rows = rows.new_zeros(1)
             nests = step, self.state_of(name, core_state)
-            own = map_structure(lambda x, rows=rows: x.index_select(1, rows), nests)
-            found, after = getattr(agent, method)(*own, *args)
-            if outputs is None:
-                outputs = map_structure(lambda x: _zeros(x, B), found)
-            elif _kinds(found) != _kinds(outputs):
+            own, state = map_structure(lambda x, i=rows: x.index_select(1, i), nests)
+            own = self._own(name, own)
+            outputs, after = getattr(agent, method)(own, state, *args)
+            self._like[name] = map_structure(lambda x: x[:, :0], outputs)
+            if acts:
+                all_outputs[name] = rows, outputs
+                _put(after, self.state_of(name, core_state), rows)
+        return self._merge(all_outputs, len(numbers)), core_state
+
+    def _merge(self, outputs, size):
+        """Returns the outputs {policy: (its rows, its act()'s outputs)} as those of all
+        rows. Where spaces differ, actions are {policy: its own}, and so is the rest."""
+
+        def whole(name, like):
+            rows, found = outputs.get(name, (None, None))
+            x = map_structure(lambda x: x.new_zeros(1, size, *x.shape[2:]), like)
+            return x if rows is None else _put(found, x, rows)
+
+        if self._choices is not None:
+            merged = {name: whole(name, self._like[name]) for name in self._choices}
+            return {"action": {k: x.pop("action") for k, x in merged.items()}, **merged}
+        (first, (_, like)), *_ = outputs.items()
+        merged = whole(first, like)
+        for name, (rows, found) in outputs.items():
+            if _kinds(found) != _kinds(like):
                 raise BadInput(
                     f"act() of policy {name} returned {_kinds(found)}, expected "
-                    f"{_kinds(outputs)}, as of the others"
+                    f"{_kinds(like)}, as of {first}"
                 )
-            _put(found, outputs, rows)
-            _put(after, self.state_of(name, core_state), rows)
-        return outputs, core_state
+            _put(found, merged, rows)
+        return merged
+
+    def _own(self, name, nest):
+        """Returns what a policy sees of a step or batch, where spaces differ."""
+        if self._choices is None:
+            return nest
+        own = {k: x for k, x in nest.items() if k not in self._choices}
+        for key in ("observation", "last_action", "action"):
+            if key in own:
+                own[key] = own[key][name]
+        if "action_mask" in own:
+            own["action_mask"] = own["action_mask"][..., self._choices[name]]
+            if own["action_mask"].shape[-1] == 0:
+                del own["action_mask"]
+        return {**own, **nest.get(name, {})}
 
     def start_learning(self, device):
         for name, agent in self.agents.items():
@@ -150,7 +189,7 @@ class Several:
             own = {k: x for k, x in batch.items() if k not in ("policy", "core_state")}
             own["core_state"] = self.state_of(name, batch["core_state"])
             own = map_structure(lambda x, rows=rows: x.index_select(1, rows), own)
-            mine = mine[:, rows]
+            own, mine = self._own(name, own), mine[:, rows]
             own["done"] = own["done"] | ~mine
             for key in ("reward", "terminated", "truncated"):
                 own[key] = own[key] * mine
@@ -196,7 +235,7 @@ class Policies(Several):
         for name in env.policies:
             with _naming(name):
                 own = self._flags(flags, name, sizes[name] / num)
-                agents[name] = make(own, env.observation_space, env.action_space)
+                agents[name] = make(own, *_spaces(env, name))
             chosen |= {f"{name}.{k}": x for k, x in vars(own).get("chosen", {}).items()}
         if chosen:
             flags.chosen = chosen
@@ -262,8 +301,12 @@ class SelfPlay(Several):
         return {"episode/opponent_return": episodes["episode_return"]}
 
 
-def _spaces(env):
-    return env.observation_space, env.action_space
+def _spaces(env, policy=None):
+    """Returns the spaces of observations and actions, or those of one policy."""
+    both = env.observation_space, env.action_space
+    if getattr(env, "of_policies", False):
+        return tuple(space[policy] for space in both)
+    return both
 
 
 def _kinds(nest):
@@ -271,13 +314,10 @@ def _kinds(nest):
     return [(path, x.dtype, tuple(x.shape[2:])) for path, x in leaves(nest)]
 
 
-def _zeros(x, size):
-    return x.new_zeros(1, size, *x.shape[2:])
-
-
 def _put(nest, into, rows):
-    """Writes a nest's tensors [1, n, ...] into the n rows of others [1, B, ...]."""
-    map_structure(lambda x, y: y.index_copy_(1, rows, x), nest, into)
+    """Writes a nest's tensors [1, n, ...] into the n rows of others [1, B, ...], and
+    returns these."""
+    return map_structure(lambda x, y: y.index_copy_(1, rows, x), nest, into)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,8 @@ class Turns(Rows):
 
     def _step(self, e, actions):
         agent = self._acts[e]
-        self._call(e, agent, "step", actions[self._row(e, agent)])
+        action = self._own(agent, actions[self._row(e, agent)])
+        self._call(e, agent, "step", action)
         yield from self._turns(e)
 
     def _turns(self, e):

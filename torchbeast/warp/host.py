@@ -61,7 +61,7 @@ class HostEnvironment(environment.Environment):
         count_steps(self.num_envs)
         totals = {name: x.tolist() for name, x in metrics.items()}
         if means := {name: x / n for name, (x, n) in totals.items() if n}:
-            self._add_metrics(means)
+            self.add_metrics(means)
         return self._rows(step)
 
     def _rows(self, step):
