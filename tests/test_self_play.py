@@ -10,7 +10,7 @@ import torch
 from tests import envs, parallel_envs, turn_envs
 from tests.programs import args, load, main, poly_first, read_logs, refusal
 from tests.test_agent import T, make_actor, parse
-from torchbeast import environment, policies, seats
+from torchbeast import environment, export, policies, seats
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 
@@ -223,6 +223,9 @@ def test_a_pool_is_learned_against_and_resumed(module, savedir):
     rows = read_logs(savedir / "x")
     assert any(row["episode/opponent_return"] for row in rows)
     assert rows[-1]["total_loss"]
+    out = savedir / "agent.pt2"
+    assert export.main(["--savedir", str(savedir), "--out", str(out)]) == 0
+    assert out.stat().st_size > 0  # The learner alone.
     result = main(*run, "--total_steps", 680, module=module)
     assert result.returncode == 0, result.stderr
     assert "resuming" in result.stderr
