@@ -14,7 +14,6 @@ from torchbeast import environment, policies, rollouts
 from torchbeast.flags import load_agent
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
-from torchbeast.seats import patterns
 
 CROWD, TABLE = "tests.parallel_envs:", "tests.turn_envs:"
 PAIRS = "odd=ann,even=b*,odd=c*,even=dan"
@@ -58,7 +57,7 @@ def test_patterns_say_whose_policy_acts():
 
 
 def test_without_policies_there_is_no_such_field():
-    for pairs in (None, patterns("all=*")):
+    for pairs in (None, "all=*"):
         env = environment.Environment([parallel_envs.Crowd()], policies=pairs)
         assert env.policies == {} and "policy" not in env.initial(0)
         assert isinstance(policies.make_agent(parse(), env), polybeast.Agent)
@@ -74,12 +73,12 @@ def test_without_policies_there_is_no_such_field():
 )
 def test_each_agent_has_exactly_one_policy(text, message):
     with pytest.raises(BadInput, match=f"--policies: {message}"):
-        environment.Environment([parallel_envs.Crowd()], policies=patterns(text))
+        environment.Environment([parallel_envs.Crowd()], policies=text)
 
 
 def test_an_environment_without_agents_has_no_policies():
     with pytest.raises(BadInput, match="--policies: .* is no environment of Petting"):
-        environment.Environment([envs.Counter()], policies=patterns("a=*"))
+        environment.Environment([envs.Counter()], policies="a=*")
 
 
 @pytest.mark.parametrize(
@@ -276,6 +275,9 @@ def test_policies_learn_resume_and_are_tested(module, savedir, env):
     result = main(*test, "--video", savedir / "x.mp4", module=module)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("episode ") == 2
+    assert f"--policies '{names}'" in result.stdout or f"--policies {names}" in (
+        result.stdout
+    )
     assert "mean a_return" in result.stdout and "mean b_return" in result.stdout
     assert (savedir / "x.mp4").stat().st_size > 0
 

@@ -183,7 +183,7 @@ def test_returns_are_the_learners_and_apart_those_of_the_past(monkeypatch):
     ("cls", "more", "message"),
     [
         (turn_envs.Table, {}, "table_v0 has the agents .'ann', 'bob', 'cem'., exp"),
-        (turn_envs.Two, {"policies": [["a", "*"]]}, "do not go together"),
+        (turn_envs.Two, {"policies": "a=*"}, "do not go together"),
         (envs.Counter, {}, "--opponents: .* is no environment of PettingZoo's"),
     ],
 )

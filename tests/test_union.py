@@ -12,7 +12,6 @@ from tests.test_policies import alone, check_equal, rows_of
 from torchbeast import environment, policies, rollouts
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
-from torchbeast.seats import patterns
 
 MIXED, UNLIKE = "red=red_*,blue=blue", "a=ann,b=bob"
 ENVS = {"tests.parallel_envs:Mixed": MIXED, "tests.turn_envs:Unlike": UNLIKE}
@@ -176,9 +175,9 @@ def test_a_policy_that_has_no_row_has_outputs_of_zeros():
 
 def test_agents_of_one_policy_need_equal_spaces():
     with pytest.raises(BadInput, match="agent 'blue' has the space Box.*, as 'red_0'"):
-        environment.Environment([parallel_envs.Mixed()], policies=patterns("a=*"))
+        environment.Environment([parallel_envs.Mixed()], policies="a=*")
     with pytest.raises(BadInput, match="agent 'red_1' has the space Dict.*, as 'blue'"):
-        text = patterns("a=red_0,b=blue,b=red_1")
+        text = "a=red_0,b=blue,b=red_1"
         environment.Environment([parallel_envs.Mixed()], policies=text)
 
 
@@ -190,7 +189,7 @@ def test_what_a_mask_lacks_is_said_of_its_agent():
                 del shown["red_1"]["action_mask"]
             return shown
 
-    env = environment.Environment([NoMask()], policies=patterns(MIXED))
+    env = environment.Environment([NoMask()], policies=MIXED)
     env.initial(0)
     with pytest.raises(ValueError, match="agent 'red_1' of environment 0: .*action_m"):
         for _ in range(3):

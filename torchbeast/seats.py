@@ -37,14 +37,19 @@ def add_flags(group):
 
 
 def patterns(text):
-    """An argparse type: NAME=PATTERN,..., as a list of pairs."""
-    pairs = [word.strip().partition("=") for word in text.split(",")]
-    for name, _, pattern in pairs:
+    """An argparse type: a text NAME=PATTERN,..."""
+    for name, pattern in pairs_of(text):
         if not re.fullmatch(r"\w+", name) or not pattern:
             raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=PATTERN,...")
-    if len({name for name, *_ in pairs}) > MAX_POLICIES:
+    if len(dict(pairs_of(text))) > MAX_POLICIES:
         raise argparse.ArgumentTypeError(f"expected at most {MAX_POLICIES} policies")
-    return [[name, pattern] for name, _, pattern in pairs]
+    return text
+
+
+def pairs_of(text):
+    """Returns [(name, pattern)] of a text."""
+    words = [word.strip().partition("=") for word in text.split(",")]
+    return [(name, pattern) for name, _, pattern in words]
 
 
 def refuse(policies, opponents, name):
@@ -57,9 +62,10 @@ def refuse(policies, opponents, name):
 def of_agents(policies, agents, name):
     """Returns {policy: the indices of its agents}, in the order of --policies. Raises
     BadInput if an agent has no policy or several, or a pattern no agent."""
-    found = {policy: [] for policy, _ in policies}
+    pairs = pairs_of(policies)
+    found = {policy: [] for policy, _ in pairs}
     for i, agent in enumerate(agents):
-        own = {p: x for p, x in policies if fnmatch.fnmatchcase(str(agent), x)}
+        own = {p: x for p, x in pairs if fnmatch.fnmatchcase(str(agent), x)}
         if len(own) != 1:
             what = " and ".join(f"{p}={x}" for p, x in own.items()) or "nothing"
             raise BadInput(
@@ -67,7 +73,7 @@ def of_agents(policies, agents, name):
                 f"exactly one policy for each of {agents}"
             )
         found[next(iter(own))].append(i)
-    for policy, pattern in policies:
+    for policy, pattern in pairs:
         if not fnmatch.filter(map(str, agents), pattern):
             raise BadInput(
                 f"--policies: {policy}={pattern} matches no agent of {name}, which has "
