@@ -198,6 +198,12 @@ def test_an_interval_has_an_update_or_more(savedir):
     assert re.search("39: expected at least the 40 steps of an upd", refusal(*flags))
 
 
+def test_past_policies_have_no_flags_of_their_own(savedir):
+    flags = args("monobeast", savedir, "--opponents", 2, "--freeze", "past1",
+                 env="tests.turn_envs:Two")  # fmt: skip
+    assert "has one policy, whose flags are the program's own" in refusal(*flags)
+
+
 # The programs.
 
 

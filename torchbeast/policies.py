@@ -23,14 +23,14 @@ def make_agent(flags, env):
     try:
         if len(env.policies) > 1:
             return Policies(flags, env)
-        if getattr(env, "opponents", None):
-            return SelfPlay(flags, env)
         for name in named:
             if env.policies:
                 check_policy(env, name)
             raise BadInput(
                 f"{env.name} has one policy, whose flags are the program's own"
             )
+        if getattr(env, "opponents", None):
+            return SelfPlay(flags, env)
         return module.Agent(flags, env.observation_space, env.action_space)
     except (MemoryError, RuntimeError) as e:
         if not re.search("allocate memory|out of memory", str(e)):
@@ -197,9 +197,8 @@ class Several:
         return batches
 
     def ended_episodes(self, batch, unroll_length):
-        """Returns what is logged of the episodes in a batch, as
-        rollouts.ended_episodes() does: of the policies that are not frozen, and the
-        returns of each one alone."""
+        """Returns what is logged of the episodes that ended in a batch, as
+        rollouts.ended_episodes() does, and what counted() adds of each policy."""
         totals = {}
         for number, name in enumerate(self.agents):
             mine = batch["policy"] == number
