@@ -61,8 +61,7 @@ def actor_parser() -> argparse.ArgumentParser:
 
 
 def set_defaults(flags, num_agents=1):
-    """Fills in the flags whose defaults depend on the machine, on other flags, or on
-    the number of an environment's agents."""
+    """Fills in defaults that depend on the machine, other flags, or num_agents."""
     flags.num_actors, flags.envs_per_actor = rollouts.spread(
         flags, flags.num_actors, flags.envs_per_actor, num_agents
     )
