@@ -1,10 +1,51 @@
-"""An opponent for PettingZoo's connect four, which looks one move ahead:
+"""PettingZoo's connect four: IMPALA with convolutions for its board, and an opponent
+that looks one move ahead.
 
-python -m monobeast --env pettingzoo.classic.connect_four_v3 --mode test \\
-    --opponent examples.connect_four:lookahead
+python -m monobeast --env pettingzoo.classic.connect_four_v3 --opponents 4 \\
+    --agent examples.connect_four
+python -m monobeast --mode test --opponent examples.connect_four:lookahead
 """
 
 import numpy as np
+import torch
+from torch import nn
+
+import polybeast
+from polybeast import parser as parser
+
+NUM_CHANNELS, NUM_FEATURES = 64, 128
+
+
+class Board(nn.Module):
+    """Pieces [N, 6, 7, 2], of who acts and of the other one, to features. What makes
+    four in a row is the same everywhere on the board."""
+
+    out_features = NUM_FEATURES
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, NUM_CHANNELS, 4, padding=3), nn.ReLU(),
+            nn.Conv2d(NUM_CHANNELS, 32, 1), nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(9 * 10 * 32, NUM_FEATURES), nn.ReLU(),
+        )  # fmt: skip
+
+    def forward(self, observation):
+        pieces = observation["observation"].to(torch.float32)
+        return self.layers(pieces.movedim(-1, 1))
+
+
+class Agent(polybeast.Agent):
+    def defaults(self, observation_space, action_space):
+        return super().defaults(observation_space, action_space) | dict(
+            normalize_observations=False, normalize_rewards=False,
+            separate_value=False, entropy_cost=0.01, learning_rate=5e-4,
+        )  # fmt: skip
+
+    def make_encoder(self, observation_space):
+        return Board()
+
 
 DIRECTIONS = (0, 1), (1, 0), (1, 1), (1, -1)
 

@@ -215,6 +215,19 @@ def test_a_run_without_opponents_plays_against_one_too(savedir):
     assert "no checkpoint at" in refusal(*test, savedir / "nothing.tar")
 
 
+@pytest.mark.slow
+def test_the_example_plays_connect_four_against_itself(savedir):
+    pytest.importorskip("pettingzoo.classic.connect_four_v3")
+    flags = args("monobeast", savedir, "--opponents", 1, "--agent",
+                 "examples.connect_four", env="pettingzoo.classic.connect_four_v3",
+                 steps=400)  # fmt: skip
+    result = main(*flags)
+    assert result.returncode == 0, result.stderr
+    test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 4
+    result = main(*test, "--opponent", "examples.connect_four:lookahead")
+    assert result.returncode == 0, result.stderr
+
+
 def test_an_opponent_is_for_tests_of_games_of_two(savedir):
     flags = args("monobeast", savedir, "--opponent", "random", env=ENV)
     assert "--opponent goes with --mode test" in refusal(*flags)
