@@ -6,7 +6,7 @@ import torch
 import monobeast
 import polybeast
 import warpbeast
-from tests.test_pretended_gpu import PIXELS, Batch, flags_of, gpus  # noqa: F401
+from tests.test_pretended_gpu import ON_GPU, PIXELS, Batch, flags_of, gpus  # noqa: F401
 from torchbeast import checkpoint, graphs, ranks
 from torchbeast.environment import probe
 from torchbeast.graphs import Graphs

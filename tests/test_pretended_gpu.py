@@ -21,6 +21,7 @@ from torchbeast.policies import make_agent
 T, B = 4, 4
 REPLAY = ("--replay_start", "0", "--replay_size", "1000", "--replay_batch_size", "8")
 PIXELS = "tests.envs:torchbeast/CatchPixels-v0"
+ON_GPU = "--replay_device cuda"
 
 # How often the CPU waits, and how many kernels are launched, by the program up to an
 # update, and in the update. A number that grows makes every run slower: 10 us a launch,
@@ -29,41 +30,44 @@ BUDGETS = {
     "monobeast polybeast CartPole-v1": [(1, 13), (2, 948)],
     "monobeast polybeast CartPole-v1 --use_lstm": [(1, 15), (2, 522)],
     f"monobeast polybeast {PIXELS}": [(1, 13), (2, 282)],
-    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (5, 989)],
+    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (4, 989)],
     "monobeast ppo CartPole-v1 --num_epochs 1": [(1, 13), (2, 2796)],
     "monobeast pqn CartPole-v1 --num_epochs 1": [(1, 12), (2, 140)],
-    "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (8, 1065)],
-    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (8, 407)],
-    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 325)],
-    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 185)],
+    "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (7, 1065)],
+    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (7, 407)],
+    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 325)],
+    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 185)],
     "warpbeast polybeast warp/Catch": [(1, 21), (1, 937)],
     "warpbeast polybeast warp/Catch --use_lstm": [(1, 21), (1, 511)],
     "warpbeast ppo warp/CartPole --num_epochs 1": [(1, 21), (1, 2785)],
     "warpbeast pqn warp/CartPole --num_epochs 1": [(1, 21), (1, 133)],
-    "warpbeast r2d2 warp/CartPole --burn_in 2 --replay_ratio 2": [(1, 21), (7, 1052)],
-    "warpbeast sac warp/Pendulum --replay_ratio 0.5": [(1, 21), (6, 322)],
+    "warpbeast r2d2 warp/CartPole --burn_in 2 --replay_ratio 2": [(1, 21), (6, 1052)],
+    "warpbeast sac warp/Pendulum --replay_ratio 0.5": [(1, 21), (5, 322)],
     "polybeast polybeast CartPole-v1": [(5, 212), (1, 948)],
     f"polybeast polybeast {PIXELS} --use_lstm": [(5, 467), (1, 577)],
     "polybeast ppo CartPole-v1 --num_epochs 1": [(5, 156), (2, 2796)],
-    "polybeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(5, 327), (7, 1065)],
-    "polybeast sac Pendulum-v1 --replay_ratio 0.5": [(5, 126), (6, 325)],
+    "polybeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(5, 327), (6, 1065)],
+    "polybeast sac Pendulum-v1 --replay_ratio 0.5": [(5, 126), (5, 325)],
 }  # fmt: skip
 GRAPHED = {
     "monobeast polybeast CartPole-v1": [(1, 13), (2, 150)],
     "monobeast polybeast CartPole-v1 --use_lstm": [(1, 15), (2, 146)],
     f"monobeast polybeast {PIXELS} --precision bfloat16": [(1, 13), (2, 98)],
-    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (5, 191)],
+    "monobeast polybeast CartPole-v1 --replay_fraction 0.5": [(1, 13), (4, 191)],
     "monobeast ppo CartPole-v1 --num_epochs 2": [(1, 13), (2, 268)],
     "monobeast ppo CartPole-v1 --num_minibatches 3": [(1, 13), (2, 210)],
     "monobeast ppo CartPole-v1 --use_lstm --num_minibatches 2": [(1, 15), (2, 204)],
     "monobeast pqn CartPole-v1 --num_minibatches 2": [(1, 12), (2, 78)],
-    "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (8, 142)],
-    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (8, 112)],
-    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 64)],
-    "monobeast sac Pendulum-v1 --preset crossq --replay_ratio 0.5": [(1, 11), (7, 73)],
-    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (7, 60)],
+    "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (7, 142)],
+    "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (7, 112)],
+    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 64)],
+    "monobeast sac Pendulum-v1 --preset crossq --replay_ratio 0.5": [(1, 11), (6, 73)],
+    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 60)],
     "warpbeast ppo warp/CartPole --num_minibatches 2": [(1, 21), (1, 187)],
     "polybeast polybeast CartPole-v1": [(5, 212), (1, 150)],
+    f"monobeast r2d2 CartPole-v1 --replay_ratio 2 {ON_GPU}": [(1, 14), (5, 181)],
+    f"monobeast sac Pendulum-v1 --replay_ratio 2 {ON_GPU}": [(1, 11), (4, 298)],
+    f"warpbeast td3 warp/Pendulum --replay_ratio 2 {ON_GPU}": [(1, 21), (3, 291)],
 }  # fmt: skip
 BUDGETS |= {f"{case} --cuda_graphs": budget for case, budget in GRAPHED.items()}
 QUICK = "monobeast polybeast CartPole-v1"

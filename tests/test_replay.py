@@ -291,6 +291,18 @@ def test_images_kept_whole_beside_frames_are_refused_where_memory_ends():
         ring.add(batch)
 
 
+def test_images_kept_whole_beside_frames_are_the_replays_own():
+    first, second = noise(2)
+    frames = torch.randint(255, (T + 4, B, 8, 8), dtype=torch.uint8)
+    first["observation"] = frames.unfold(0, 4, 1).movedim(-1, 2).contiguous()
+    ring = whole(2 * B)
+    ring.add(first)
+    items = ring.add(second)[0]
+    expected = second["observation"].clone()
+    second["observation"].zero_()  # WarpBeast writes the next rollouts there.
+    assert torch.equal(ring.read(items)["observation"], expected)
+
+
 @pytest.mark.parametrize("shape", [(84, 84, 3), (3, 84, 84)])
 def test_images_with_one_bright_row_or_channel_are_not_taken_for_stacks(shape):
     (batch,) = rollouts_of(envs.Counter, 1)

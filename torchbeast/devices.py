@@ -133,6 +133,12 @@ def send(nest, device):
     return map_structure(lambda x: x.to(device, non_blocking=True), nest)
 
 
+def send_late(x, device):
+    """Copies a tensor in host memory to the device, without waiting: behind what was
+    launched before."""
+    return x if device.type == "cpu" else send(x.pin_memory(), device)
+
+
 class Lazy(dict):
     """A dict whose nests are sent to a device when they are first read: of a step's
     fields, networks read less than half."""

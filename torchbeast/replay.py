@@ -43,6 +43,9 @@ def add_flags(group, size, ratio, start, batch):
                        default=batch if isinstance(batch, int) else None, metavar="B",
                        help="samples of a gradient step, of all learners together "
                        f"(default: {batch})")
+    group.add_argument("--replay_device", metavar="DEVICE", default="cpu",
+                       help="keep the replay on cpu, or on the learner's GPU, such as "
+                       "cuda; never tried on a GPU (default: %(default)s)")
     # fmt: on
 
 
@@ -68,6 +71,12 @@ def make(flags, num_starts, num_steps, device):
     """Makes (a Replay, its Credit). Raises BadInput if --replay_size is smaller than a
     batch, or if batches cannot be shared by the learners."""
     replay_files.check(flags)
+    on_device = flags.replay_device != "cpu"
+    if on_device and flags.replay_device not in (device.type, str(device)):
+        what = f"--replay_device {flags.replay_device}: expected cpu or the learner's"
+        raise BadInput(f"{what} device, {device}")
+    if on_device and flags.save_replay:
+        raise BadInput("--save_replay: expected --replay_device cpu")
     size = max(flags.batch_size, flags.replay_start // flags.unroll_length)
     size = math.ceil(size / ranks.current.num)
     num_rollouts = flags.replay_size // flags.unroll_length
@@ -82,7 +91,7 @@ def make(flags, num_starts, num_steps, device):
             f"--replay_batch_size {flags.replay_batch_size} cannot be shared by "
             f"{ranks.current.num} learners: expected a multiple of that"
         )
-    ring = Replay(num_rollouts, num_starts, num_steps, device)
+    ring = Replay(num_rollouts, num_starts, num_steps, device, on_device)
     return ring, Credit(ring, flags.replay_ratio, flags.replay_start)
 
 
@@ -135,16 +144,17 @@ class Replay:
     num_steps:    W, of a sample. What is after its rollout's end repeats the last step,
                   with `done`, so that no transition leads there.
     device:       on which samples are.
+    on_device:    whether the ring itself is there, too.
 
     Not thread-safe. The first add() takes the memory. A sample's number is the slot of
     its rollout times num_starts, and its first step.
     """
 
-    def __init__(self, num_rollouts, num_starts, num_steps, device):
+    def __init__(self, num_rollouts, num_starts, num_steps, device, on_device=False):
         self.num_rollouts = num_rollouts
         self.num_starts = num_starts
         self.num_steps = num_steps
-        self.device = device
+        self.device, self.on_device = device, on_device
         self.size = 0  # Rollouts that are there.
         self.added = 0  # Rollouts that ever were.
         self._tree = self._added_at = self._store = None
@@ -155,7 +165,8 @@ class Replay:
         [num_starts, B], which are drawn once they have priorities.
 
         Raises BadInput if there is not memory enough for a full ring."""
-        rollouts = devices.to_host(rollouts, self.device)
+        if not self.on_device:
+            rollouts = devices.to_host(rollouts, self.device)
         if self._store is None:
             self._begin(rollouts)
         B = rollouts["done"].shape[1]
@@ -219,9 +230,8 @@ class Replay:
         Returns (batch [W, num, ...] on the device, the samples' numbers [num]). The
         batch has an entry "importance" [1, num], p ** -importance_exponent over its
         maximum of all ranks' batches: what is drawn more often than others is to count
-        less each time.
-        The next batch overwrites it on a CPU. Raises RuntimeError if there is nothing
-        to draw."""
+        less each time. The next batch overwrites it, unless it was copied to a GPU.
+        Raises RuntimeError if there is nothing to draw."""
         if not self.drawable:
             raise RuntimeError("a replay was sampled in which nothing has a priority")
         # One of each share of the sum: what is likelier than 1 / num surely comes.
@@ -229,7 +239,7 @@ class Replay:
         items = self._tree.find(mass * self._tree.total)
         batch = self.read(items)
         p = torch.as_tensor(self._tree[items] / self._tree.total)
-        importance = (p**-importance_exponent).to(self.device)
+        importance = devices.send_late(p**-importance_exponent, self.device)
         if importance_exponent > 0:
             importance = importance / ranks.current.max(importance.max())
         return {**batch, "importance": importance[None].float()}, items

@@ -34,9 +34,13 @@ class Store:
         )
         # All learners of a host take theirs at the same time.
         available = machine.available_memory_bytes() // ranks.current.num_here
+        self.device, kind = rollouts["done"].device, "memory"
+        if self.device.type != "cpu":
+            available, _ = devices.backend(self.device).mem_get_info(self.device)
+            kind = f"{self.device}'s memory"
         if needed > available:
             raise BadInput(
-                f"--replay_size: {num:,} rollouts need {needed:,} bytes of memory, "
+                f"--replay_size: {num:,} rollouts need {needed:,} bytes of {kind}, "
                 f"{available:,} are available: use {0.9 * available / needed:.2g} of "
                 "this size or less"
             )
@@ -68,11 +72,14 @@ class Store:
             tensor.take_beside({k: arrays[f"{path}/{k}"] for k in tensor.arrays(0)})
 
     def read(self, slots, starts, num_steps, device):
-        """Returns samples on the device. On a CPU the next ones take their place."""
+        """Returns samples on the device. Where they need not be copied to it the next
+        ones take their place."""
         length = len(self._tensors["done"])
-        times = torch.as_tensor(starts + np.arange(num_steps)[:, None])  # [W, B]
+        at = torch.from_numpy(np.stack([slots, starts]))
+        slots, starts = devices.send_late(at, self.device)
+        steps = torch.arange(num_steps, device=self.device)[:, None]
+        times, pin = starts + steps, device.type != self.device.type  # [W, B]
         after = times >= length
-        slots, pin = torch.as_tensor(slots), device.type != "cpu"
 
         def read(tensor):  # One time less of what act() returned.
             at = times if len(tensor) == length else times[:-1]
@@ -85,7 +92,7 @@ class Store:
         batch["core_state"] = map_structure(
             lambda tensor: tensor.first(slots, pin), core_state
         )
-        return devices.to_device(batch, device)
+        return devices.to_device(batch, device) if pin else batch
 
 
 class _Tensor:
@@ -94,7 +101,7 @@ class _Tensor:
     num_bytes_beside = 0  # What is not in nbytes().
 
     def __init__(self, x, num):
-        self._data = torch.empty(num, len(x), *x.shape[2:], dtype=x.dtype)
+        self._data = x.new_empty(num, len(x), *x.shape[2:])
         self._length = len(x)
         self._rows = self._data.flatten(0, 1)  # One for each step.
         self._taken = None
@@ -126,8 +133,8 @@ class _Tensor:
         # Into the same memory again: new memory of this size would cost more than what
         # is copied into it.
         if self._taken is None or len(self._taken) != len(rows):
-            shape, dtype = (len(rows), *self._rows.shape[1:]), self._rows.dtype
-            self._taken = torch.empty(shape, dtype=dtype, pin_memory=pin)
+            shape = len(rows), *self._rows.shape[1:]
+            self._taken = self._rows.new_empty(shape, pin_memory=pin)
         return torch.index_select(self._rows, 0, rows, out=self._taken)
 
     def first(self, slots, pin):
@@ -146,8 +153,8 @@ class _Frames(_Tensor):
     def __init__(self, x, num):
         L, _, self._k, *shape = x.shape
         k, size = self._k, math.prod(shape)
-        self._data = torch.empty(num, k - 1 + L, *shape, dtype=x.dtype)
-        self._begins = torch.empty(num, L, dtype=torch.bool)
+        self._data = x.new_empty(num, k - 1 + L, *shape)
+        self._begins = x.new_empty(num, L, dtype=torch.bool)
         self._whole, self._num_whole = {}, 0  # {slot: {t: stack}}, and how many.
         self._length, self._taken = L, None
         # A row is a stack, and begins a frame after the one before.
@@ -210,7 +217,7 @@ class _Frames(_Tensor):
             whole = self._whole.setdefault(slots.start + b, {})
             before = len(whole)
             for i in range(t + 1, min(t + self._k, self._length)):
-                whole[i] = x[i, b].cpu()
+                whole[i] = x[i, b].clone()
             self._num_whole += len(whole) - before
 
     def read(self, times, slots, pin):
@@ -219,12 +226,18 @@ class _Frames(_Tensor):
         stacks = self._take(rows, pin)
         stacks = stacks.view(*times.shape, k, *self._data.shape[2:])
         # The number of frames since the stack began, at most k.
-        since = torch.full(times.shape, k)
+        since = torch.full_like(times, k)
         for i in reversed(range(k - 1)):
-            since[self._begins[slots, (times - i).clamp(min=0)]] = i + 1
-        for t, b in (since < k).nonzero().tolist():
-            stacks[t, b, : k - since[t, b]] = 0
-        for b, slot in enumerate(slots.tolist()):
+            begins = self._begins[slots, (times - i).clamp(min=0)]
+            since.masked_fill_(begins, i + 1)
+        if since.device.type == "cpu":
+            for t, b in (since < k).nonzero().tolist():
+                stacks[t, b, : k - since[t, b]] = 0
+        else:  # Which would wait for the numbers.
+            before = torch.arange(k, device=since.device) < k - since[..., None]
+            before = before.reshape(*before.shape, *(1 for _ in stacks.shape[3:]))
+            stacks.masked_fill_(before, 0)
+        for b, slot in enumerate(slots.tolist() if self._whole else ()):
             for t, stack in self._whole.get(slot, {}).items():
                 stacks[times[:, b] == t, b] = stack
         return stacks
