@@ -349,6 +349,7 @@ class LargeState:
 
     def __init__(self):
         self.net = torch.nn.Linear(1, 1)
+        self.flags = types.SimpleNamespace(cuda_graphs=False)
 
     def initial_state(self, batch_size):
         return torch.zeros(1, batch_size, 30_000)
