@@ -13,6 +13,7 @@ import torch
 
 from tests.programs import ROOT, args, main
 from tests.supervisor import supervise_this_process
+from torchbeast.process import SIGNALS
 
 # Tests run beside each other: threads that wait for threads are in their way.
 torch.set_num_threads(1)
@@ -92,3 +93,13 @@ def trained(made_once, request, savedir):
 
     shutil.copytree(made_once(module, train), savedir, symlinks=True)
     return savedir
+
+
+@pytest.fixture(autouse=True)
+def own_handlers_of_signals():
+    """A run that a signal ended ignores it while its process ends, which is the next
+    test's."""
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    yield
+    for s, handler in before.items():
+        signal.signal(s, handler)
