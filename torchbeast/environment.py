@@ -208,7 +208,8 @@ class Environment:
     fps:                steps per second at the game's own speed, for videos
     """
 
-    num_agents, policies, opponents, of_policies = 1, {}, None, False
+    num_agents, opponents, of_policies = 1, None, False
+    policies: dict = {}
     _mask = None  # [E, C], that of the newest step.
 
     def __init__(self, env, resize=None, layout=None, policies=None, opponents=None):
