@@ -173,3 +173,14 @@ def test_a_signal_whose_exception_is_lost_while_a_run_starts_ends_the_run():
             signals.check()
     with process.terminable(), process.Signals() as signals:
         signals.check()
+
+
+def test_a_signal_whose_exception_becomes_an_error_is_a_signal():
+    """As it does where an extension in C++ is being imported."""
+    with pytest.raises(process.Terminated), process.terminable():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except process.Terminated as e:
+            raise ImportError("initialization failed") from e
+    with pytest.raises(ImportError), process.terminable():
+        raise ImportError("no signal")

@@ -206,7 +206,7 @@ def signals_that_raise():
 def terminable():
     """A context in which SIGTERM and SIGHUP raise, as Ctrl-C does, instead of ending
     this process at once. What is lost on the way, as in a destructor, counts for the
-    first Signals in the context."""
+    first Signals in the context, or for the error that it became."""
     global _terminated
     before, _terminated = {}, None
     for s in (signal.SIGTERM, signal.SIGHUP):
@@ -214,6 +214,10 @@ def terminable():
             before[s] = signal.signal(s, _terminate)
     try:
         yield
+    except Exception as e:  # The import of an extension makes an ImportError of it.
+        if _terminated is not None:
+            raise Terminated(_terminated[0]) from e
+        raise
     finally:
         _terminated = None
         for s, handler in before.items():
