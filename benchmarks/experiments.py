@@ -165,11 +165,13 @@ TABLES = {
     "first": ("milestones", {
         "Pong": ("impala-pong-10m-1", (0, 10, 15)),
         "Breakout": ("impala-breakout-10m-1", (30, 100, 300)),
-        "Breakout, seed 2": ("impala-breakout-10m-2", (30,)),
+        "Breakout, seed 2": ("impala-breakout-10m-2", (30, 100, 250)),
+        "Breakout, seed 3": ("impala-breakout-10m-3", (30, 100, 250)),
     }),
     "games": ("after", range(M, 11 * M, M), {
         "Breakout": "impala-breakout-10m-1",
         "Breakout, seed 2": "impala-breakout-10m-2",
+        "Breakout, seed 3": "impala-breakout-10m-3",
         "Breakout, PolyBeast": "polybeast-breakout-10m-1",
         "BeamRider": "impala-beamrider-5m-1",
         "Qbert": "impala-qbert-5m-1",

@@ -2,6 +2,7 @@
 are in test_warpbeast.py, too.)"""
 
 import re
+import shlex
 
 import pytest
 import torch
@@ -240,21 +241,10 @@ def test_returns_are_counted_for_each_policy():
 @pytest.mark.parametrize("env", [CROWD + "Targets", TABLE + "Answer"])
 def test_policies_learn_resume_and_are_tested(module, savedir, env):
     names = {"Targets": "a=x,b=[yz]", "Answer": "a=ann,b=bob"}[env.partition(":")[2]]
-    run = args(
-        module,
-        savedir,
-        "--policies",
-        names,
-        "--a.learning_rate",
-        0.002,
-        "--freeze",
-        "b",
-        "--log_interval_steps",
-        40,
-        env=env,
-        steps=600,
-    )
-    result = main(*run, module=module)  # fmt: skip
+    flags = "--policies", names, "--a.learning_rate", 0.002, "--freeze", "b"
+    flags += "--log_interval_steps", 40
+    run = args(module, savedir, *flags, env=env, steps=600)
+    result = main(*run, module=module)
     assert result.returncode == 0, result.stderr
     first = load(savedir)["agent"]
     rows = read_logs(savedir / "x")
@@ -275,9 +265,8 @@ def test_policies_learn_resume_and_are_tested(module, savedir, env):
     result = main(*test, "--video", savedir / "x.mp4", module=module)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("episode ") == 2
-    assert f"--policies '{names}'" in result.stdout or f"--policies {names}" in (
-        result.stdout
-    )
+    assert f"--policies {shlex.quote(names)}" in result.stdout
+    assert "--a.learning_rate 0.002" in result.stdout
     assert "mean a_return" in result.stdout and "mean b_return" in result.stdout
     assert (savedir / "x.mp4").stat().st_size > 0
 

@@ -17,7 +17,7 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import free_port
 from tests.test_polybeast_faults import serve
-from torchbeast import machine
+from torchbeast import machine, ranks
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 
@@ -159,9 +159,11 @@ def test_by_default_a_batch_has_rollouts_of_all_environments(
 
 @pytest.mark.parametrize("agent", ["ppo", "polybeast"])
 @pytest.mark.parametrize("num_agents", [2, 3, 5, 20, 33])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_by_default_environments_have_32_agents_that_fill_batches_together(
-    monkeypatch, agent, num_agents
+    monkeypatch, agent, num_agents, num_ranks
 ):
+    monkeypatch.setattr(ranks.current, "num", num_ranks)
     for num_cores in 1, 2, 12:
         monkeypatch.setattr(machine, "_num_cores", num_cores)
         flags = parse_args(monobeast.program_parser(agent), [])
@@ -170,8 +172,9 @@ def test_by_default_environments_have_32_agents_that_fill_batches_together(
         in_actor = flags.envs_per_actor * num_agents
         assert flags.envs_per_actor == 1 or flags.num_actors * in_actor <= 32
         if agent == "ppo":
-            assert before <= flags.batch_size < before + 4 * num_agents
-            assert flags.batch_size % (flags.num_actors * in_actor) == 0
+            assert before <= flags.batch_size < before + 4 * num_agents * num_ranks
+            share = ranks.current.share(flags.batch_size)
+            assert share % (flags.num_actors * in_actor) == 0
         else:
             assert flags.batch_size == before
 

@@ -289,7 +289,13 @@ def streams(script, agent, num_streams=1, **options):
                          agent.initial_state(1), seed=3, connect_timeout_s=30,
                          **options)  # fmt: skip
         weights = learner.PublishedWeights(agent.net, CPU)
-        infer = functools.partial(polybeast.inference, batcher, agent, weights, CPU)
+
+        def infer():
+            try:
+                polybeast.inference(batcher, agent, weights, CPU)
+            finally:  # Else who takes rollouts would wait for ever if it fails.
+                queue.close(discard=True)
+
         threads = [threading.Thread(target=x) for x in (pool.run, infer)]
         for thread in threads:
             thread.start()
@@ -298,7 +304,6 @@ def streams(script, agent, num_streams=1, **options):
         finally:
             pool.stop()
             batcher.close()
-            queue.close()
             for thread in threads:
                 thread.join(60)
                 assert not thread.is_alive()

@@ -19,6 +19,7 @@ learning needs. --mode test --checkpoint FILE plays it.
 """
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import io
@@ -116,6 +117,15 @@ def load(flags):
     return agent, map_structure(torch.as_tensor, what_networks_read(step)), about
 
 
+@contextlib.contextmanager
+def writing(out):
+    """A context in which what the system refuses, as a full disk does, is one line."""
+    try:
+        yield
+    except OSError as e:
+        raise BadInput(f"--out {out}: {first_line(e)}") from e
+
+
 @torch.no_grad()
 def export(flags):
     """Writes the file. Returns the exit code."""
@@ -127,7 +137,9 @@ def export(flags):
     if not (folder := pathlib.Path(flags.out).parent).is_dir():
         raise BadInput(f"--out {flags.out}: there is no directory {folder}")
     if kind == "tar":
-        write_small(*find(flags), pathlib.Path(flags.out))
+        found = find(flags)
+        with writing(flags.out):
+            write_small(*found, pathlib.Path(flags.out))
         return 0
     agent, step, about = load(flags)
     acting = Acting(agent).eval()
@@ -137,11 +149,13 @@ def export(flags):
         action, core_state = acting(*inputs)
         inputs = dict(zip(("step", "core_state"), inputs))
         outputs = {"action": action, "next_core_state": core_state}
-        write_onnx(program, inputs, outputs, about, flags.out)
+        with writing(flags.out):
+            write_onnx(program, inputs, outputs, about, flags.out)
     else:
         buffer = io.BytesIO()
         torch.export.save(program, buffer, extra_files={"about": json.dumps(about)})
-        write_atomically(pathlib.Path(flags.out), buffer.getbuffer())
+        with writing(flags.out):
+            write_atomically(pathlib.Path(flags.out), buffer.getbuffer())
     print(f"{flags.out}: {json.dumps(about)}")
     return 0
 
@@ -187,14 +201,7 @@ def write_onnx(program, inputs, outputs, about, out):
 
 
 def main(argv=None):
-    def body():
-        flags = parser().parse_args(argv)
-        try:
-            return export(flags)
-        except OSError as e:
-            raise BadInput(f"--out {flags.out}: {first_line(e)}") from e
-
-    return run_command("export", body)
+    return run_command("export", lambda: export(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -125,5 +125,10 @@ def say_taken(flags, defaults, saved):
         for name, default in before.items()
         if now[name] != default and (default is not None or is_given(saved, name))
     }
-    if taken:
-        print(f"from the checkpoint: {words_of(taken)}", flush=True)
+    own = [
+        re.sub("^--", f"--{policy}.", word)
+        for policy, words in taken.pop("policy_flags", {}).items()
+        for word in words
+    ]
+    if taken or own:
+        print("from the checkpoint:", words_of(taken), *own, flush=True)

@@ -52,9 +52,10 @@ def spread(flags, num, num_envs, num_agents=1):
     updates, a batch has the same number of rollouts of each agent if that can be: a
     --batch_size that the command line does not have is rounded up to that."""
     sync = synchronous(flags)
-    if sync and not is_given(flags, "batch_size"):
-        several = num_agents * (4 if flags.batch_size >= 4 * num_agents else 1)
-        flags.batch_size += -flags.batch_size % (num_agents > 1 and several or 1)
+    if sync and num_agents > 1 and not is_given(flags, "batch_size"):
+        unit = num_agents * ranks.current.num
+        unit *= 4 if flags.batch_size >= 4 * unit else 1  # For several actors.
+        flags.batch_size += -flags.batch_size % unit
     in_batch = ranks.current.share(flags.batch_size) // num_agents  # Environments.
 
     def divisor(n, most):
