@@ -176,7 +176,6 @@ def test_a_server_has_so_many_streams_and_no_more(tmp_path):
 
 @pytest.mark.survives("silent-connection")
 def test_streams_that_never_say_hello_give_their_places_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.5)
     flags = polybeast_env.parser().parse_args(["--env", COUNTER])
     environments = EnvironmentServer(polybeast_env.create_env, flags)
     with futures.ThreadPoolExecutor(MAX_STREAMS + 8) as pool:
@@ -188,10 +187,12 @@ def test_streams_that_never_say_hello_give_their_places_back(tmp_path, monkeypat
         try:
             first = Client(address)
             first.welcome()
-            silent = [Client(address, silent=True) for _ in range(MAX_STREAMS - 1)]
-            for client in silent:
-                error = refusal(client, client.welcome)
-                assert error.code() == grpc.StatusCode.CANCELLED
+            with monkeypatch.context() as patch:
+                patch.setattr(server, "HELLO_TIMEOUT_S", 0.5)
+                silent = [Client(address, silent=True) for _ in range(MAX_STREAMS - 1)]
+                for client in silent:
+                    error = refusal(client, client.welcome)
+                    assert error.code() == grpc.StatusCode.CANCELLED
             others = [Client(address) for _ in range(MAX_STREAMS - 1)]
             for client in others:
                 client.welcome()
