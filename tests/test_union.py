@@ -14,7 +14,9 @@ from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
 MIXED, UNLIKE = "red=red_*,blue=blue", "a=ann,b=bob"
-ENVS = {"tests.parallel_envs:Mixed": MIXED, "tests.turn_envs:Unlike": UNLIKE}
+# Names that a step's fields and methods of modules have, too.
+ENVS = {"tests.parallel_envs:Mixed": "reward=red_*,train=blue",
+        "tests.turn_envs:Unlike": "state=ann,outputs=bob"}  # fmt: skip
 
 
 def make(*flags, cls=parallel_envs.Mixed, text=MIXED, E=2):
@@ -132,10 +134,10 @@ def test_each_policy_acts_and_learns_as_it_would_alone(cls, text):
 
 def plain(batch, name, env):
     """A batch as a policy alone would have it."""
-    own = {k: x for k, x in batch.items() if k not in (*env.policies, "policy")}
+    own = {k: x for k, x in batch.items() if k not in ("policy", "outputs")}
     for key in ("observation", "last_action", "action", "core_state"):
         own[key] = own[key][name]
-    own |= batch[name]
+    own |= batch["outputs"][name]
     mask, order, begin = own.pop("action_mask"), env.action_space.spaces, 0
     for policy, space in order.items():
         num = int(getattr(space, "n", 0))
@@ -170,7 +172,7 @@ def test_a_policy_that_has_no_row_has_outputs_of_zeros():
     step = rows_of(step, rows)
     outputs, _ = rollouts.act(agent.act, step, agent.initial_state(len(rows)))
     assert not outputs["action"]["red"].any() and outputs["action"]["blue"].any()
-    assert not outputs["red"]["policy_logits"].any()
+    assert not outputs["outputs"]["red"]["policy_logits"].any()
 
 
 def test_agents_of_one_policy_need_equal_spaces():

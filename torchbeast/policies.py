@@ -53,6 +53,7 @@ def state_of_judged(env, state):
 
 
 LEARNER = "learner"  # Beside its past policies.
+OUTPUTS = "outputs"  # Of act(), {policy: its own} without actions.
 
 
 class Several:
@@ -80,7 +81,7 @@ class Several:
             raise BadInput("expected the same --burn_in and --use_lstm of all policies")
         [self.burn_in] = burn_ins
         self.observation_space = env.observation_space
-        self.net = nn.ModuleDict({name: x.net for name, x in agents.items()})
+        self.net = nn.ModuleList([x.net for x in agents.values()])
 
     def initial_state(self, batch_size):
         return {name: x.initial_state(batch_size) for name, x in self.agents.items()}
@@ -129,7 +130,8 @@ class Several:
 
         if self._choices is not None:
             merged = {name: whole(name, self._like[name]) for name in self._choices}
-            return {"action": {k: x.pop("action") for k, x in merged.items()}, **merged}
+            actions = {name: x.pop("action") for name, x in merged.items()}
+            return {"action": actions, OUTPUTS: merged}
         (first, (_, like)), *_ = outputs.items()
         merged = whole(first, like)
         for name, (rows, found) in outputs.items():
@@ -145,7 +147,7 @@ class Several:
         """Returns what a policy sees of a step or batch, where spaces differ."""
         if self._choices is None:
             return nest
-        own = {k: x for k, x in nest.items() if k not in self._choices}
+        own = {k: x for k, x in nest.items() if k != OUTPUTS}
         for key in ("observation", "last_action", "action"):
             if key in own:
                 own[key] = own[key][name]
@@ -153,7 +155,7 @@ class Several:
             own["action_mask"] = own["action_mask"][..., self._choices[name]]
             if own["action_mask"].shape[-1] == 0:
                 del own["action_mask"]
-        return {**own, **nest.get(name, {})}
+        return {**own, **nest.get(OUTPUTS, {}).get(name, {})}
 
     def start_learning(self, device):
         for name, agent in self.agents.items():
