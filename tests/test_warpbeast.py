@@ -1,5 +1,6 @@
 """WarpBeast, the program: training, testing and resuming, with one policy and more."""
 
+import json
 import os
 import re
 import subprocess
@@ -153,6 +154,20 @@ def test_a_frozen_policy_does_not_learn(tmp_path):
         same = [torch.equal(x, after[name]) for name, x in before[policy].items()]
         assert all(same) if is_frozen else not any(same)
     assert not read_logs(tmp_path / "x")[-1]["tagger/total_loss"]
+
+
+@pytest.mark.slow
+def test_past_and_random_policies_are_played_against_each_other(tmp_path):
+    start(tmp_path, *GRID, "--keep_checkpoints", 9, "--checkpoint_interval_seconds",
+          0.01, steps=2000)  # fmt: skip
+    run_dir = tmp_path / "x"
+    for flags, num in (([], 4), (["--snapshots", "2"], 4)):
+        command = [sys.executable, "-m", "benchmarks.crossplay", run_dir, *flags]
+        command += ["--num_envs", "20", "--json", tmp_path / "found.json"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert len(found) == num
+    assert list(found)[-1].startswith("tagger after 2,0") and 0 <= found.popitem()[1] <= 1
 
 
 def test_nested_actions_are_learned(tmp_path):
