@@ -1,19 +1,19 @@
-"""PettingZoo's connect four: IMPALA with convolutions for its board, and an opponent
-that looks one move ahead.
+"""PettingZoo's connect four: PPO with convolutions for its board, which plays against
+itself, and an opponent that looks one move ahead.
 
-python -m monobeast --env pettingzoo.classic.connect_four_v3 --opponents 4 \\
-    --agent examples.connect_four
-python -m monobeast --mode test --opponent examples.connect_four:lookahead
+python -m monobeast --agent examples.connect_four --opponents 0 \\
+    --env pettingzoo.classic.connect_four_v3 --num_actors 2 --envs_per_actor 16
+python -m monobeast --mode test --greedy --opponent examples.connect_four:lookahead
 """
 
 import numpy as np
 import torch
 from torch import nn
 
-import polybeast
-from polybeast import parser as parser
+import ppo
+from torchbeast.encoders import initialize
 
-NUM_CHANNELS, NUM_FEATURES = 64, 128
+NUM_CHANNELS, NUM_FEATURES = 32, 128
 
 
 class Board(nn.Module):
@@ -25,26 +25,36 @@ class Board(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(2, NUM_CHANNELS, 4, padding=3), nn.ReLU(),
-            nn.Conv2d(NUM_CHANNELS, 32, 1), nn.ReLU(),
+            nn.Conv2d(2, 2 * NUM_CHANNELS, 4, padding=3), nn.ReLU(),
+            nn.Conv2d(2 * NUM_CHANNELS, NUM_CHANNELS, 3), nn.ReLU(),
+            nn.Conv2d(NUM_CHANNELS, NUM_CHANNELS, 3, padding=1), nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(9 * 10 * 32, NUM_FEATURES), nn.ReLU(),
+            nn.Linear(7 * 8 * NUM_CHANNELS, NUM_FEATURES), nn.ReLU(),
         )  # fmt: skip
+        initialize(self)
 
     def forward(self, observation):
         pieces = observation["observation"].to(torch.float32)
         return self.layers(pieces.movedim(-1, 1))
 
 
-class Agent(polybeast.Agent):
+def parser():
+    p = ppo.parser()
+    p.set_defaults(batch_size=64, num_epochs=2, num_minibatches=8, discounting=1)
+    p.set_defaults(total_steps=2_000_000)
+    return p
+
+
+class Agent(ppo.Agent):
     def defaults(self, observation_space, action_space):
+        # Whoever stops exploring learns to beat itself alone.
         return super().defaults(observation_space, action_space) | dict(
             normalize_observations=False, normalize_rewards=False,
-            separate_value=False, entropy_cost=0.01, learning_rate=5e-4,
+            learning_rate=1e-3, entropy_cost=0.06,
         )  # fmt: skip
 
-    def make_encoder(self, observation_space):
-        return Board()
+    def make_net(self, observation_space, action_space):
+        return ppo.Net(Board(), action_space, self.flags.use_lstm)
 
 
 DIRECTIONS = (0, 1), (1, 0), (1, 1), (1, -1)

@@ -1,5 +1,6 @@
 """EnvPool's environments: the package's own, and one with the same attributes."""
 
+import sys
 import types
 import warnings
 
@@ -12,8 +13,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 import monobeast
 import polybeast_env
 from tests import faulty_envs
-from tests.programs import SERIAL, main
+from tests.programs import SERIAL, args, main, refusal
 from torchbeast.environment import Environment, make
+from torchbeast.messages import BadInput
 from torchbeast.remote import server
 from torchbeast.remote import torchbeast_pb2 as pb
 from torchbeast.remote.protocol import PROTOCOL_VERSION
@@ -55,28 +57,17 @@ class FakePool(VectorEnv):
         return np.zeros((1, 8, 8, 3), np.uint8)
 
 
-def real_pool(num_envs, seed=42, render_mode=None):
-    import envpool  # What make test-slow installs.
-
-    return envpool.make_gymnasium(
-        "CartPole-v1",
-        num_envs=num_envs,
-        seed=seed,
-        num_threads=1,
-        render_mode=render_mode,
-    )
+REAL = "envpool:CartPole-v1"  # It is what make test-slow installs.
 
 
-@pytest.fixture(params=[FakePool, pytest.param(real_pool, marks=pytest.mark.slow)])
+@pytest.fixture(params=["Pool-v0", pytest.param(REAL, marks=pytest.mark.slow)])
 def pool(request, monkeypatch):
-    """The id of an environment that is registered with a vector alone."""
-    spec = gymnasium.envs.registration.EnvSpec(
-        "Pool-v0", vector_entry_point=request.param
-    )
+    """The id of an environment that is a vector alone."""
+    spec = gymnasium.envs.registration.EnvSpec("Pool-v0", vector_entry_point=FakePool)
     monkeypatch.setitem(gymnasium.registry, "Pool-v0", spec)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # EnvPool's, of its seeds and bounds.
-        yield "Pool-v0"
+        warnings.simplefilter("ignore")  # EnvPool's, of its bounds.
+        yield request.param
 
 
 def test_its_steps_are_those_of_one_episode_after_the_other(pool):
@@ -126,6 +117,47 @@ def test_each_stream_of_a_server_has_other_environments(pool):
         seen.add(response.step.data[0])
         responses.close()
     assert len(seen) == 3
+
+
+def test_without_a_seed_each_has_other_episodes(pool):
+    observations = [
+        Environment(make(pool, 2)).initial()["observation"].tobytes() for _ in range(3)
+    ]
+    assert len(set(observations)) == (3 if pool == REAL else 1)
+
+
+def test_each_has_one_thread_and_a_seed(monkeypatch):
+    made = []
+
+    def make_gymnasium(task, num_envs, seed, **kwargs):
+        made.append((task, num_envs, seed, kwargs))
+        return FakePool(num_envs, seed)
+
+    pool = types.ModuleType("envpool")
+    pool.list_all_envs, pool.make_gymnasium = lambda: ["Walk-v4"], make_gymnasium
+    monkeypatch.setitem(sys.modules, "envpool", pool)
+    Environment(make("envpool:Walk-v4", 3, None, 7)).initial()
+    make("envpool:Walk-v4", 1, "rgb_array", 8, num_threads=4)
+    assert made == [
+        ("Walk-v4", 3, 7, dict(num_threads=1)),
+        ("Walk-v4", 1, 8, dict(num_threads=4, render_mode="rgb_array")),
+    ]
+    with pytest.raises(BadInput, match="'envpool:Wlk-v4': did you mean envpool:Walk-"):
+        make("envpool:Wlk-v4")
+
+
+@pytest.mark.slow
+def test_a_flag_names_it(savedir):
+    flags = args("monobeast", savedir, env=REAL, steps=200)
+    result = main(*flags)
+    assert result.returncode == 0, result.stderr
+    test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 2
+    result = main(*test)
+    assert result.returncode == 0 and "2 episodes:" in result.stdout, result.stderr
+    line = refusal(*flags, "--env", "envpool:CartPol-v1", "--xpid", "y")
+    assert "did you mean envpool:CartPole-v1, " in line
+    line = refusal(*flags, "--env_args", "nonsense=3", "--xpid", "y")
+    assert "cannot be made" in line and "'nonsense'" in line
 
 
 def test_an_argument_of_the_user_comes_before_the_seed(pool):

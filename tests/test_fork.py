@@ -12,7 +12,6 @@ import pytest
 
 from tests import envs
 from tests.programs import ROOT, read_logs
-from tests.test_envpool import FakePool
 from torchbeast.environment import Environment, make
 
 
@@ -82,22 +81,6 @@ def test_the_wrapper_of_time_limits_leaves_an_end_what_it_is(run_block):
     steps = [env.step([x]) for x in (0, 0, 0, 0, 0, 0, 0, 1)]  # One is a reset.
     ends = [(s["terminated"].item(), s["truncated"].item()) for s in steps]
     assert ends == [*4 * [(False, False)], (False, True), *2 * [(False, False)], (1, 0)]
-
-
-def test_the_pool_of_the_document_has_a_seed_of_its_own(run_block):
-    made = []
-
-    def make_gymnasium(env_id, num_envs, seed, num_threads, render_mode):
-        made.append((env_id, num_envs, seed, num_threads, render_mode))
-        return FakePool(num_envs, seed)
-
-    run_block("make_pool", envpool={"make_gymnasium": make_gymnasium})
-    Environment(make("Pool-v0", 3, None, 7)).initial()
-    make("Pool-v0", 1, "rgb_array", 8)
-    assert made == [
-        ("HalfCheetah-v4", 3, 7, 1, None),
-        ("HalfCheetah-v4", 1, 8, 1, "rgb_array"),
-    ]
 
 
 def test_the_edit_of_fork_md_fits_what_it_edits(copy):

@@ -167,7 +167,9 @@ def test_past_and_random_policies_are_played_against_each_other(tmp_path):
         subprocess.run(command, cwd=ROOT, check=True)
         found = json.loads((tmp_path / "found.json").read_text())
         assert len(found) == num
-    assert list(found)[-1].startswith("tagger after 2,0") and 0 <= found.popitem()[1] <= 1
+    assert (
+        list(found)[-1].startswith("tagger after 2,0") and 0 <= found.popitem()[1] <= 1
+    )
 
 
 def test_nested_actions_are_learned(tmp_path):

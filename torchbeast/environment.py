@@ -58,7 +58,7 @@ from torchbeast.nests import map_structure
 from torchbeast.old_gym import OLD, PETTINGZOO, as_gymnasium
 from torchbeast.process import take_signals_back
 from torchbeast.spaces import BadStep, check_finite
-from torchbeast.vector import Separate, Vector
+from torchbeast.vector import Separate, Vector, envpool_spec
 
 LOG_EVERY_S = 10  # While environments are made.
 MAX_METRICS = 100  # An episode has no more.
@@ -101,7 +101,7 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         if of_module:
             envs = _make(env_id, num_envs, functools.partial(of_module, **kwargs))
             return pettingzoo.checked(env_id, envs)
-        spec = gymnasium.spec(name)
+        spec = envpool_spec(name) if module == "envpool" else gymnasium.spec(name)
         vector = spec.vector_entry_point and (num_envs > 1 or spec.entry_point is None)
         if vector and not spec.additional_wrappers:
             with Call(f"the constructor of {name}"):

@@ -9,7 +9,11 @@ not fit.)
 No torch in here: environment servers import this file.
 """
 
+import difflib
+import warnings
+
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
 from torchbeast import masks
@@ -288,6 +292,29 @@ def split(space, actions):
         masks.without(space) if masked else space, actions.num_envs
     )
     return observations, masks.Masks(actions, actions.num_envs, masked)
+
+
+def envpool_spec(task):
+    """Returns the spec of EnvPool's environments of a task (Weng et al., arXiv
+    2206.10558). Raises BadInput if it has none of this name."""
+    import envpool
+
+    tasks = envpool.list_all_envs()
+    if task not in tasks:
+        close = ", ".join(
+            f"envpool:{x}" for x in difflib.get_close_matches(task, tasks)
+        )
+        hint = f": did you mean {close}?" if close else ""
+        raise BadInput(f"unknown environment 'envpool:{task}'{hint}")
+
+    def make_pool(num_envs, seed=None, **kwargs):
+        if seed is None:  # Its own default is the same number each time.
+            seed = int(np.random.default_rng().integers(2**31))
+        kwargs = {"num_threads": 1, **kwargs}
+        warnings.filterwarnings("ignore", "EnvPool seeds are fixed")  # As it has one.
+        return envpool.make_gymnasium(task, num_envs=num_envs, seed=seed, **kwargs)
+
+    return EnvSpec(task, vector_entry_point=make_pool)
 
 
 def name_of(env):
