@@ -5,8 +5,8 @@ import json
 import os
 import re
 import shutil
-import statistics
 import signal
+import statistics
 import subprocess
 import threading
 

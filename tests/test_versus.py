@@ -219,8 +219,8 @@ def test_a_run_without_opponents_plays_against_one_too(savedir):
 def test_the_example_plays_connect_four_against_itself(savedir):
     pytest.importorskip("pettingzoo.classic.connect_four_v3")
     flags = args("monobeast", savedir, "--opponents", 1, "--agent",
-                 "examples.connect_four", env="pettingzoo.classic.connect_four_v3",
-                 steps=400)  # fmt: skip
+                 "examples.connect_four", "--batch_size", 4, "--num_minibatches", 1,
+                 env="pettingzoo.classic.connect_four_v3", steps=400)  # fmt: skip
     result = main(*flags)
     assert result.returncode == 0, result.stderr
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 4
