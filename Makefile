@@ -62,9 +62,9 @@ format: setup
 	$(python) -m ruff format .
 	$(VENV)/bin/clang-format -i $(cpp_files)
 
-# The C++ tests, with the sanitizers of memory; and as it is, and with that of threads.
+# The C++ tests, with the sanitizers of memory, and with that of threads.
 csrc-test: csrc-test-address
-csrc-test-slow: csrc-test-plain csrc-test-thread
+csrc-test-slow: csrc-test-thread
 csrc-test-%: setup
 	@$(MAKE) --no-print-directory -j 2 build/csrc/$*/tests
 	@echo "C++ tests, $*"
@@ -180,8 +180,7 @@ $(VENV)/.system: $(VENV)/.python
 	touch $@
 
 # The C++ tests' objects: build/csrc/<build>/<file>.o.
-builds := plain thread address
-plain_flags := -O2
+builds := thread address
 thread_flags := -O1 -g -fsanitize=thread
 address_flags := -O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all
 CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc \
@@ -189,8 +188,7 @@ CXXFLAGS_TESTS := -std=c++17 -Wall -Wextra -Wshadow -pthread -Icsrc -Ibuild/csrc
 test_objects := $(patsubst tests/csrc/%.cc,%.o,$(wildcard tests/csrc/test_*.cc)) main.o \
 	torchbeast.pb.o
 corpus_objects := test_corpus.o fuzz_stream.o  # Only for the sanitizers of memory.
-plain_objects := $(filter-out $(corpus_objects),$(test_objects))
-thread_objects := $(plain_objects)
+thread_objects := $(filter-out $(corpus_objects),$(test_objects))
 address_objects := $(test_objects) fuzz_stream.o
 
 build/csrc/torchbeast.pb.cc: csrc/torchbeast.proto

@@ -28,7 +28,7 @@ from torchbeast import process
 from torchbeast.messages import Stop
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 
 
 class Simulator:
@@ -105,13 +105,13 @@ def moment(module, others, workers, number, signum, *marks):
         moment("monobeast", SERIAL, 0, 3, signal.SIGINT, slow),
         moment("monobeast", (), 1, 3, signal.SIGINT, slow),
         moment("polybeast", (), 1, 3, signal.SIGINT),
-        moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, slow),
+        moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, long),
         moment("monobeast", SERIAL, 0, 6, signal.SIGINT, slow),
-        moment("monobeast", (), 0, 2, signal.SIGINT, slow),
-        moment("monobeast", (), 1, 6, signal.SIGTERM, slow),
+        moment("monobeast", (), 0, 2, signal.SIGINT, long),
+        moment("monobeast", (), 1, 6, signal.SIGTERM, long),
         moment("polybeast", (), 0, 1, signal.SIGINT, slow),
-        moment("polybeast", (), 0, 2, signal.SIGTERM, slow),
-        moment("polybeast", (), 1, 1, signal.SIGTERM, slow),
+        moment("polybeast", (), 0, 2, signal.SIGTERM, long),
+        moment("polybeast", (), 1, 1, signal.SIGTERM, long),
         moment("polybeast", (), 1, 6, signal.SIGINT, slow),
     ],
 )

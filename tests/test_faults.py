@@ -128,12 +128,17 @@ DAMAGE = {
     "no flags of an agent": lambda path: torch.save({"flags": 1, "step": 1}, path),
     "no step": without("step"),
 }
+OTHERS = ("monobeast", "test"), ("polybeast", "train"), ("polybeast", "test")
 
 
 @pytest.mark.survives("checkpoint-damaged")
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("mode", ["train", "test"])
-@both
+@pytest.mark.parametrize(
+    ("module", "mode", "damage"),
+    [
+        *(("monobeast", "train", damage) for damage in DAMAGE),
+        *((module, mode, "code") for module, mode in OTHERS),
+    ],
+)
 def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(
     trained, module, mode, damage
 ):

@@ -254,8 +254,9 @@ def test_they_are_published_to_actors_and_in_checkpoints():
     assert "encoder.statistics.0.mean" in agent.net.state_dict()  # Published.
 
 
-@pytest.mark.parametrize("agent", ["polybeast", "ppo"])
-@pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])
+@pytest.mark.parametrize(
+    ("agent", "lstm"), [("polybeast", ["--use_lstm"]), ("ppo", [])]
+)
 def test_a_normalized_run_resumes_and_is_tested(agent, lstm, tmp_path):
     args = [
         "--agent", agent, "--env", "CartPole-v1", "--num_actors", 0, *OBSERVATIONS,

@@ -273,6 +273,7 @@ BY_TURNS = (
     turn_envs.AllowsNothing,
     turn_envs.StaysAfterItsEnd,
 )
+IN_BOTH = parallel_envs.SpacesChange, turn_envs.RaisesInLast
 
 
 def small(module, savedir, *others, env, steps=800):
@@ -310,9 +311,14 @@ def test_a_program_refuses_by_one_line(module, savedir, cls):
     assert re.search("".join(cls.__doc__.split("\n    ")), line)
 
 
-@pytest.mark.slow
 @both
-@pytest.mark.parametrize("cls", [*SOME, *BY_TURNS])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x in IN_BOTH else pytest.mark.long)
+        for x in (*SOME, *BY_TURNS)
+    ],
+)
 def test_a_fault_ends_a_program_with_its_line(module, savedir, cls, monkeypatch):
     monkeypatch.setattr(servers, "MAX_FAILURES", 2)
     restarts = ("--max_actor_restarts", 1) if module == "monobeast" else ()

@@ -272,18 +272,6 @@ def test_policies_learn_resume_and_are_tested(module, savedir, env):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["ppo", "r2d2", "pqn"])
-def test_each_agent_may_have_several_policies(savedir, agent):
-    others = {"r2d2": ["--replay_start", 100, "--replay_size", 1000]}
-    flags = args("monobeast", savedir, "--policies", "a=x,b=[yz]", "--agent", agent,
-                 "--batch_size", 6, "--use_lstm", "--eval_interval_steps", 400,
-                 *others.get(agent, ["--num_minibatches", 1]),
-                 env=CROWD + "Targets", steps=1200)  # fmt: skip
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.slow
 def test_both_policies_learn_what_is_right(savedir):
     flags = args("monobeast", savedir, "--policies", "a=x,b=[yz]", "--learning_rate",
                  0.003, "--log_interval_steps", 1000, env=CROWD + "Targets",

@@ -160,7 +160,9 @@ def test_a_compiled_network_in_bfloat16_trains(savedir):
 
 
 @pytest.mark.survives("signal")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_ends_everything(signum, savedir):
     before = directories()
     with Program(*small_run(savedir, *LOG), module="polybeast") as program:

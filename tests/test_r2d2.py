@@ -543,9 +543,9 @@ def test_a_signal_does_not_wait_for_all_gradient_steps_that_are_due(tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", [["r2d2"], ["r2d2", *DQN], ["sac"], ["td3"]])
+@pytest.mark.parametrize("agent", [["r2d2"], ["sac"]])
 def test_several_learners_learn_the_same_from_replays_of_their_own(tmp_path, agent):
-    env = "Pendulum-v1" if agent[0] in ("sac", "td3") else "CartPole-v1"
+    env = "Pendulum-v1" if agent == ["sac"] else "CartPole-v1"
     args = ["--agent", *agent, "--env", env, "--num_actors", 0, "--xpid", "x"]
     args += ["--replay_ratio", 4, "--replay_start", 500, "--replay_batch_size", 32]
     args += ["--total_steps", 4000, "--savedir", tmp_path, "--batch_size", 2]

@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(savedir):
     assert [int(row["step"]) for row in read_logs(path)][-3:] == [1380, 1440, 1500]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_losses(tmp_path):
     losses = []
     for name in ("a", "b"):
@@ -211,7 +211,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_one_that_is_stopped(
         pytest.param(
             "renames",
             r"the statistic extra is \[\] on rank 1, missing on rank 0",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "differs",
@@ -256,7 +256,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(savedir):
     [
         (signal.SIGKILL, "another rank is gone: "),
         pytest.param(
-            signal.SIGTERM, "rank 1: stopped by SIGTERM", marks=pytest.mark.slow
+            signal.SIGTERM, "rank 1: stopped by SIGTERM", marks=pytest.mark.long
         ),
     ],
 )
@@ -380,7 +380,7 @@ def test_ranks_with_different_flags_are_refused(savedir):
     assert not savedir.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_ranks_learn(savedir):
     """With gradients of all of them: each alone has a batch of one."""
     flags = ("--env", "tests.envs:torchbeast/Catch-v0", "--savedir", savedir, "--xpid",

@@ -121,12 +121,9 @@ def test_a_checkpoint_is_written_at_intervals_and_always_a_whole_one(savedir):
     assert len(steps) >= 2 and all(step % 40 == 0 for step in steps)
 
 
-@pytest.mark.parametrize("num_actors", [0, 1])
 @pytest.mark.parametrize("flags", [(), ("--disable_checkpoint",)])
-def test_logs_of_an_attempt_without_checkpoint_are_kept_aside(
-    savedir, flags, num_actors
-):
-    flags = (*flags, *LOG, "--num_actors", num_actors)
+def test_logs_of_an_attempt_without_checkpoint_are_kept_aside(savedir, flags):
+    flags = (*flags, *LOG, *SERIAL)
     for _ in range(2):
         result = main(*small_run(savedir, *flags, steps=200))
         assert result.returncode == 0, result.stderr

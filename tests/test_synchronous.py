@@ -36,9 +36,9 @@ def lags(savedir):
 
 
 @pytest.mark.parametrize(
-    "args", [[1, *PPO], [4, "--no-async"]], ids=["ppo", "impala"]
+    ("module", "args"),
+    [("monobeast", [1, *PPO]), ("polybeast", [4, "--no-async"])],
 )  # Environments of each: four of their rollouts are in a batch, or one.
-@pytest.mark.parametrize("module", TWO)
 def test_the_policy_that_learns_has_acted(tmp_path, module, args):
     args = [*SMALL, *TWO[module], *args, "--savedir", tmp_path]
     result = main(*args, "--total_steps", 1200, module=module)

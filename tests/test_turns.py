@@ -501,10 +501,13 @@ CLASSIC = "pettingzoo.classic."
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["polybeast", "ppo", "r2d2"])
 @pytest.mark.parametrize(
-    ("module", "game"),
-    [("monobeast", "tictactoe_v3"), ("polybeast", "connect_four_v3")],
+    ("module", "game", "agent"),
+    [
+        ("monobeast", "tictactoe_v3", "ppo"),
+        ("monobeast", "tictactoe_v3", "r2d2"),
+        ("polybeast", "connect_four_v3", "polybeast"),
+    ],
 )
 def test_no_forbidden_move_is_made_in_pettingzoos_games(module, game, agent, savedir):
     """Environment raises at one, which is a death of an actor or stream."""

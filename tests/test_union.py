@@ -228,6 +228,7 @@ def test_each_agent_has_policies_of_unequal_spaces(savedir, agent):
     others = {"r2d2": ["--replay_start", 100, "--replay_size", 1000]}
     flags = args("monobeast", savedir, "--policies", UNLIKE, "--agent", agent,
                  "--batch_size", 4, *others.get(agent, ["--num_minibatches", 1]),
+                 "--use_lstm", "--eval_interval_steps", 400,
                  env="tests.turn_envs:Unlike", steps=1200)  # fmt: skip
     result = main(*flags)
     assert result.returncode == 0, result.stderr

@@ -126,8 +126,9 @@ def test_each_policy_is_an_agent_with_flags_of_its_own(tmp_path):
     assert "mean tagged" in result.stdout and video.stat().st_size > 1000
 
 
-@pytest.mark.parametrize("agent", ["polybeast", "ppo"])
-@pytest.mark.parametrize("preset", ["warpdrive", "two_policies"])
+@pytest.mark.parametrize(
+    ("preset", "agent"), [("warpdrive", "polybeast"), ("two_policies", "ppo")]
+)
 def test_warpdrives_run_has_one_policy_of_all_agents(tmp_path, preset, agent):
     flags = parse_args(
         warpbeast.program_parser(agent), ["--preset", preset, "--agent", agent]
