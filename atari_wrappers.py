@@ -15,7 +15,6 @@ For the protocol of Machado et al. (2018), arXiv 1709.06009: --sticky_actions 0.
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
 from torchbeast.messages import BadInput
@@ -128,7 +127,9 @@ def make_python(
         env = gymnasium.wrappers.AtariPreprocessing(
             env, noop_max=0, frame_skip=FRAME_SKIP, screen_size=84
         )
-        env = FrameStack(env, FRAME_STACK)
+        env = gymnasium.wrappers.FrameStackObservation(
+            env, FRAME_STACK, padding_type="zero"
+        )
         return gymnasium.wrappers.TimeLimit(env, MAX_FRAMES // FRAME_SKIP)
 
     env = SyncVectorEnv([make] * num_envs)
@@ -166,35 +167,6 @@ class StartOfGame(gymnasium.Wrapper):
             if terminated or truncated:
                 observation, info = self.env.reset()
         return observation, info
-
-
-class FrameStack(gymnasium.Wrapper):
-    """Stacks the last k frames to one array [k, H, W], oldest first. Zeros stand for
-    frames before the first one.
-
-    Every step returns a new array, made by one copy of k frames.
-    """
-
-    def __init__(self, env, k):
-        super().__init__(env)
-        frame = env.observation_space
-        self.observation_space = spaces.Box(0, 255, (k, *frame.shape), frame.dtype)
-
-    def _push(self, stack, frame):
-        new = np.empty_like(stack)
-        new[:-1] = stack[1:]
-        new[-1] = frame
-        self.stack = new
-        return new
-
-    def reset(self, *, seed=None, options=None):
-        frame, info = self.env.reset(seed=seed, options=options)
-        space = self.observation_space
-        return self._push(np.zeros(space.shape, space.dtype), frame), info
-
-    def step(self, action):
-        frame, reward, terminated, truncated, info = self.env.step(action)
-        return self._push(self.stack, frame), reward, terminated, truncated, info
 
 
 class AtariEpisodes(VectorWrapper):

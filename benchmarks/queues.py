@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import json
 import os
-import platform
 import queue
 import statistics
 import threading
@@ -28,6 +27,7 @@ import time
 import torch
 
 from libtorchbeast import BatchingQueue, DynamicBatcher
+from torchbeast.machine import cpu_name
 
 OBSERVATION = (4, 84, 84)
 T = 20
@@ -182,7 +182,7 @@ def main():
             samples[key].append(row())
     median = {key: statistics.median(values) for key, values in samples.items()}
 
-    result = {"machine": f"{os.cpu_count()} cores, {processor()}", "rows": []}
+    result = {"machine": f"{os.cpu_count()} cores, {cpu_name()}", "rows": []}
     print(f"{result['machine']}; median of {args.rounds} rounds of {args.seconds:g} s")
     batch_sizes = {"observations": 32, "rollouts": 8}
     for (part, how), rate in median.items():
@@ -207,15 +207,6 @@ def main():
     if args.json:
         with open(args.json, "w") as file:
             json.dump(result, file, indent=1)
-
-
-def processor():
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line for line in file if line.startswith("model name")]
-        return names[0].split(":")[1].strip()
-    except (OSError, IndexError):
-        return platform.processor()
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ def test_environments_are_closed_after_a_signal_that_comes_while_they_are_made(
     assert "Traceback" not in program.output
 
 
+@pytest.mark.slow
 def test_the_environment_of_an_evaluation_is_closed_when_the_run_ends(
     savedir, simulator
 ):

@@ -9,7 +9,7 @@ import pytest
 
 from examples import connect_four
 from tests import turn_envs
-from tests.programs import args, main, poly_first, read_logs, refusal
+from tests.programs import args, main, read_logs, refusal
 from torchbeast import environment, play, ratings, versus
 from torchbeast.messages import BadInput
 
@@ -184,7 +184,13 @@ class Fixed:
 # The programs.
 
 
-@poly_first
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("polybeast", marks=pytest.mark.slow),
+        pytest.param("monobeast", marks=pytest.mark.long),
+    ],
+)
 def test_ratings_are_logged_and_opponents_are_played(module, savedir):
     run = args(module, savedir, "--opponents", 2, "--opponent_interval", 400,
                "--eval_interval_steps", 400, "--num_test_episodes", 4,

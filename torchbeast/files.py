@@ -98,11 +98,13 @@ def _is_own(directory):
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
-def write_atomically(path, data):
+def write_atomically(path, *data):
+    """Writes these bytes, one after the other, to the file or, where that fails, leaves
+    what was there before."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:
-            f.write(data)
+            f.writelines(data)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)

@@ -84,10 +84,7 @@ def is_image(space):
 
 def has_images(space):
     """Tells whether an observation of the space is an image, or holds one."""
-    entries = children(space)
-    if entries is None:
-        return is_image(space)
-    return any(has_images(part) for _, part in entries)
+    return smallest_side(space) is not None
 
 
 def smallest_side(space):

@@ -80,10 +80,8 @@ class RunningStatistics(nn.Module):
 
 
 def sum_of_ranks(x):
-    if ranks.current.num > 1:
-        ranks.current.sum(flat := x.reshape(-1).contiguous())
-        x = flat.view_as(x)
-    return x
+    ranks.current.sum(flat := x.reshape(-1).contiguous())
+    return flat.view_as(x)
 
 
 class NormalizedEncoder(nn.Module):
@@ -99,7 +97,8 @@ class NormalizedEncoder(nn.Module):
         self.out_features = encoder.out_features
         self._space = space
         if statistics is None:
-            parts = self._numbers(space)
+            parts = []  # Of the space, those that are normalised.
+            self._walk(parts.append, space, space)
             statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
         self.statistics = statistics
 
@@ -111,12 +110,6 @@ class NormalizedEncoder(nn.Module):
         """Takes in observations, as RunningStatistics.update() does."""
         statistics = iter(self.statistics)
         self._map(lambda x: next(statistics).update(x, counted), observation)
-
-    def _numbers(self, space):
-        """The parts of a space that are normalised, in order."""
-        found = []
-        self._walk(found.append, space, space)
-        return found
 
     def _map(self, fn, observation):
         return self._walk(fn, self._space, observation)

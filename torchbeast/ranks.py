@@ -299,6 +299,8 @@ class Ranks:
 
     def sum(self, x):
         """Replaces a tensor, [n] on the learner's device, by its sum over all ranks."""
+        if self.num == 1:
+            return
         start = time.monotonic()
         if self._nccl is not None or x.device.type == "cpu":
             self._all(dist.all_reduce, x, group=self._nccl)
@@ -312,8 +314,7 @@ class Ranks:
         """Returns the maximum, [], of the ranks' tensors [] on the learner's device."""
         numbers = x.new_zeros(self.num)
         numbers[self.rank] = x
-        if self.num > 1:
-            self.sum(numbers)
+        self.sum(numbers)
         return numbers.max()
 
     def all_gather(self, x):

@@ -285,8 +285,7 @@ class Credit:
         if "mask" in batch:
             new = batch["mask"][1:].sum(0)
         counts = torch.stack([new.sum(), torch.full_like(new[0], self.ring.drawable)])
-        if ranks.current.num > 1:
-            ranks.current.sum(counts)
+        ranks.current.sum(counts)
         num_new, num_drawable = counts.tolist()
         self.num_before -= num_new
         if self.num_before > 0:
@@ -304,8 +303,7 @@ class Credit:
         """Counts no padding of the whole rollouts that an update learns from."""
         if "mask" in batch and self.ring.num_starts == 1:
             padding = (~batch["mask"][1:]).sum()
-            if ranks.current.num > 1:
-                ranks.current.sum(padding)
+            ranks.current.sum(padding)
             self.learned -= int(padding)
 
     def counters(self):

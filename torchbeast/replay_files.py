@@ -6,12 +6,12 @@ memory, without a copy of it.
 """
 
 import json
-import os
 import pathlib
 
 import numpy as np
 
 from torchbeast import ranks
+from torchbeast.files import write_atomically
 from torchbeast.messages import BadInput, first_line, log
 
 FORMAT = 1
@@ -45,17 +45,10 @@ def save(path, credit, step):
     }
     num_bytes = sum(x.nbytes for x in arrays.values())
     log.info("saving the replay: %s, %s bytes", path, f"{num_bytes:,}")
-    temporary = path.with_name(path.name + ".tmp")
+    data = (x.reshape(-1).view(np.uint8).data for x in arrays.values())
     try:
-        with open(temporary, "wb") as f:
-            f.write(json.dumps(header).encode() + b"\n")
-            for x in arrays.values():
-                f.write(x.reshape(-1).view(np.uint8).data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(header).encode() + b"\n", *data)
     except OSError as e:
-        temporary.unlink(missing_ok=True)
         log.warning("%s: the replay is not saved: %s", path, e.strerror)
 
 

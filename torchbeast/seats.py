@@ -108,7 +108,7 @@ class Seats:
             self.policies = of_agents(policies, agents, name)
         if len(self.policies) < 2:
             self.policies = {}
-        elif self.policies:
+        else:
             own = np.zeros(len(agents), np.uint8)
             for number_, indices in enumerate(self.policies.values()):
                 own[indices] = number_

@@ -21,7 +21,6 @@ INSECURE = (
     "--insecure: whoever reaches the servers can use them, and whoever is in between "
     "can read and change everything"
 )
-VALID_DAYS = 3650
 
 
 # Flags, of servers and learner.
