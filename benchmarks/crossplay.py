@@ -1,4 +1,4 @@
-"""Trained policies against random ones: how often runners are tagged.
+"""Trained policies against random ones, or past ones: how often runners are tagged.
 
     python -m benchmarks.crossplay RUN [RUN ...] [--num_envs 2000] [--json FILE]
     python -m benchmarks.crossplay RUN --snapshots 5
@@ -106,9 +106,10 @@ def main():
     p.add_argument("--snapshots", type=int, metavar="N")
     p.add_argument("--json", metavar="FILE", type=pathlib.Path)
     flags = p.parse_args()
-    if flags.snapshots:
-        [run] = flags.runs
-        result = play_snapshots(run, flags.snapshots, flags.num_envs)
+    if flags.snapshots is not None:
+        if flags.snapshots < 2 or len(flags.runs) != 1:
+            p.error("--snapshots: expected one run, and N of 2 or more")
+        result = play_snapshots(flags.runs[0], flags.snapshots, flags.num_envs)
     else:
         result = play_random(flags.runs, flags.num_envs)
     if flags.json:

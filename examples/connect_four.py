@@ -47,7 +47,7 @@ def parser():
 
 class Agent(ppo.Agent):
     def defaults(self, observation_space, action_space):
-        # Whoever stops exploring learns to beat itself alone.
+        # With less exploration it lost more games (docs/multi-agent.md).
         return super().defaults(observation_space, action_space) | dict(
             normalize_observations=False, normalize_rewards=False,
             learning_rate=1e-3, entropy_cost=0.06,

@@ -130,5 +130,6 @@ def say_taken(flags, defaults, saved):
         for policy, words in taken.pop("policy_flags", {}).items()
         for word in words
     ]
-    if taken or own:
-        print("from the checkpoint:", words_of(taken), *own, flush=True)
+    words = [*([words_of(taken)] if taken else []), *own]
+    if words:
+        print("from the checkpoint:", *words, flush=True)
