@@ -24,14 +24,12 @@ import math
 import threading
 
 import torch
-from torch import nn
 
 import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, devices, graphs, ranks, replay, rollouts, seeds
-from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import add_numbers_flags, initialize
+from torchbeast.encoders import add_numbers_flags
 from torchbeast.environment import probe
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
@@ -39,7 +37,7 @@ from torchbeast.images import has_images
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
-from torchbeast.networks import Network
+from torchbeast.networks import ActorCritic
 from torchbeast.optimizers import add_rmsprop_flags
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
@@ -100,28 +98,15 @@ def parser():
     return p
 
 
-class Net(Network):
-    """An encoder, an LSTM if one is wanted, and two heads. To use another network, edit
-    this class (torchbeast/networks.py has what it inherits), or Agent.make_encoder().
+class Net(ActorCritic):
+    """An encoder, an LSTM if one is wanted, and two heads. To use another network,
+    override here what torchbeast/networks.py has, or Agent.make_encoder().
 
     forward(step, core_state) takes a dict of tensors [T, B, ...] and returns (outputs,
     core_state): outputs["policy_logits"] [T, B, P], the parameters of the distribution
     of actions (torchbeast/distributions.py), and, in training, outputs["baseline"]
     [T, B], both float32.
     """
-
-    def make_heads(self, num_features):
-        self.policy = PolicyHead(num_features, self.distribution)
-        self.baseline = nn.Linear(num_features, 1)
-        initialize(self.policy, gain=0.01)  # Nearly uniform at first.
-        initialize(self.baseline, gain=1)
-
-    def heads(self, x):
-        """The outputs [N, ...] for features x [N, F]; loss() gets all of them."""
-        return {"policy_logits": self.policy(x)}
-
-    def value_heads(self, x):
-        return {"baseline": self.baseline(x).squeeze(-1)}
 
 
 class Agent(agents.Agent):

@@ -4,8 +4,8 @@
     python -m monobeast --agent ppo --preset mujoco --env HalfCheetah-v5
     python -m polybeast --agent ppo --preset atari --env PongNoFrameskip-v4
 
-Read it top to bottom: flags, Net, Agent. What it does not define is in
-torchbeast/agents.py.
+Read it top to bottom: flags, Agent. What it does not define is in torchbeast/agents.py
+and torchbeast/networks.py.
 
 Each batch is learned from several times, in minibatches, and acting waits for each
 update. With --async it does not, and rollouts are of older policies, for which the
@@ -23,17 +23,13 @@ import argparse
 import math
 
 import torch
-from torch import nn
 
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, minibatches, ranks
-from torchbeast.distributions import PolicyHead
-from torchbeast.encoders import initialize
+from torchbeast import agents, minibatches
 from torchbeast.flags import by_environment, number
-from torchbeast.gradients import sum_over_ranks
 from torchbeast.images import has_images, smallest_side
-from torchbeast.networks import Network
+from torchbeast.networks import ActorCritic
 from torchbeast.normalization import RunningStatistics
 
 # Flags whose defaults depend on the environment: those for Atari.
@@ -90,27 +86,6 @@ def parser():
     return p
 
 
-class Net(Network):
-    """Policy and value share nothing where there are neither images nor an LSTM, and
-    without an LSTM nothing is seen of the last action. A net that acts, in eval(),
-    returns no values."""
-
-    def __init__(self, encoder, action_space, use_lstm):
-        super().__init__(encoder, action_space, use_lstm, feedback=use_lstm)
-
-    def make_heads(self, num_features):
-        self.policy = PolicyHead(num_features, self.distribution)
-        self.baseline = nn.Linear(num_features, 1)
-        initialize(self.policy, gain=0.01)  # Nearly uniform at first.
-        initialize(self.baseline, gain=1)
-
-    def heads(self, x):
-        return {"policy_logits": self.policy(x)}
-
-    def value_heads(self, x):
-        return {"baseline": self.baseline(x).squeeze(-1)}
-
-
 class Agent(agents.Agent):
     """PPO with generalized advantage estimation (Schulman et al., arXiv 1506.02438)."""
 
@@ -133,10 +108,12 @@ class Agent(agents.Agent):
         return chosen
 
     def make_net(self, observation_space, action_space):
-        shared = has_images(observation_space) or self.flags.use_lstm
+        """Policy and value share nothing where there are neither images nor an LSTM,
+        and without an LSTM nothing is seen of the last action."""
+        lstm = self.flags.use_lstm
+        shared = has_images(observation_space) or lstm
         make = self.make_encoder if shared else self.make_encoders
-        encoder = make(observation_space)
-        return Net(encoder, action_space, self.flags.use_lstm)
+        return ActorCritic(make(observation_space), action_space, lstm, feedback=lstm)
 
     @torch.inference_mode()
     def act(self, step, core_state, greedy=False):
@@ -214,17 +191,6 @@ class Agent(agents.Agent):
             real=real,
         )
         return data, {"explained_variance": 1 - unexplained}
-
-    def gradient_step(self, part):
-        parameters = list(self.net.parameters())
-        self.optimizer.zero_grad()
-        outputs, _ = self.net(part, part["core_state"])
-        loss, statistics = self.loss(part, outputs)
-        loss.backward()
-        statistics = {name: x.detach() for name, x in statistics.items()}
-        if ranks.current.num > 1:  # The means over all ranks' real transitions.
-            statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
-        return self.clip_and_step(statistics)
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,

@@ -28,7 +28,6 @@ from atari_wrappers import is_atari
 from torchbeast import agents, minibatches, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
-from torchbeast.gradients import sum_over_ranks
 from torchbeast.images import smallest_side
 from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
 
@@ -163,26 +162,15 @@ class Agent(QAgent):
         )
         return minibatches.prepare(batch, core_state, target=target, real=real)
 
-    def gradient_step(self, part):
-        parameters = list(self.net.parameters())
-        self.optimizer.zero_grad()
-        loss, statistics = self.loss(part)
-        loss.backward()
-        statistics = {name: x.detach() for name, x in statistics.items()}
-        if ranks.current.num > 1:  # The means over all ranks' real transitions.
-            statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
-        return self.clip_and_step(statistics)
-
-    def loss(self, part):
-        """Returns the loss of a minibatch and its statistics, means over real
-        transitions."""
+    def loss(self, part, outputs):
+        """Returns the loss of a minibatch, for which the net returned outputs [T, B,
+        ...], and its statistics, means over real transitions."""
         real = part["real"]
         num = real.sum().clamp(min=1)
 
         def mean(x):
             return torch.where(real, x, 0).sum() / num
 
-        outputs, _ = self.net(part, part["core_state"])
         q = outputs["q"].gather(-1, part["action"].unsqueeze(-1)).squeeze(-1)  # [T, B]
         error = q - part["target"]
         total = mean(error.square())

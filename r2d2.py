@@ -120,6 +120,8 @@ class Net(QNetwork):
 class Agent(QAgent):
     """Learns Q-values, in learn(), from samples of what it has seen."""
 
+    counters = *QAgent.counters, "gradient_steps"
+
     def __init__(self, flags, observation_space, action_space):
         super().__init__(flags, observation_space, action_space)
         self.burn_in = flags.burn_in if flags.use_lstm else 0
@@ -145,7 +147,7 @@ class Agent(QAgent):
         self.learned["target"] = self.target_net
         self.target_net.to(device, memory_format=torch.channels_last)
         self.target_net.load_state_dict(self.net.state_dict())
-        self.gradient_steps, T = 0, flags.unroll_length
+        T = flags.unroll_length
         self.num_learned = flags.replay_batch_size * (T if flags.use_lstm else 1)
         self.copy_interval = targets.copy_interval(flags, self.num_learned)
         window = min(flags.n_step, T) + 1
@@ -268,11 +270,3 @@ class Agent(QAgent):
     def priorities(self, errors, real):
         exponent, of_rollouts = self.flags.priority_exponent, self.flags.use_lstm
         return targets.priorities(errors, real, exponent, of_rollouts)
-
-    def state_dict(self):
-        return {**super().state_dict(), "gradient_steps": self.gradient_steps}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        if self.optimizer is not None:
-            self.gradient_steps = state["gradient_steps"]

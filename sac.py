@@ -88,7 +88,7 @@ class Actor(nn.Module):
 class Agent(ReplayAgent):
     """Learns an actor and two critics, in learn(), from samples of what it has seen."""
 
-    name, make_actor = "sac", Actor
+    make_actor = Actor
 
     def normalized(self, net):
         if self.flags.batch_renorm:

@@ -95,7 +95,7 @@ class Actor(nn.Module):
 class Agent(ReplayAgent):
     """Learns an actor and its critics, in learn(), from samples of what it has seen."""
 
-    name, make_actor = "td3", Actor
+    make_actor = Actor
 
     def __init__(self, flags, observation_space, action_space):
         super().__init__(flags, observation_space, action_space)

@@ -12,6 +12,7 @@ from torch import nn
 
 import ppo
 from torchbeast.encoders import initialize
+from torchbeast.networks import ActorCritic
 
 NUM_CHANNELS, NUM_FEATURES = 32, 128
 
@@ -54,7 +55,7 @@ class Agent(ppo.Agent):
         )  # fmt: skip
 
     def make_net(self, observation_space, action_space):
-        return ppo.Net(Board(), action_space, self.flags.use_lstm)
+        return ActorCritic(Board(), action_space, self.flags.use_lstm, feedback=False)
 
 
 DIRECTIONS = (0, 1), (1, 0), (1, 1), (1, -1)

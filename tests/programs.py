@@ -48,8 +48,9 @@ mono_first, poly_first = (
 
 def args(module, savedir, *others, env="CartPole-v1", steps=10**8):
     """Flags of a small run "x" of a program; an update has 40 steps."""
+    servers = () if "--server_addresses" in others else SMALL[module]
     return ("--env", env, "--savedir", savedir, "--xpid", "x", "--total_steps", steps,
-            "--batch_size", 2, *SMALL[module], *others)  # fmt: skip
+            "--batch_size", 2, *servers, *others)  # fmt: skip
 
 
 def command(*args, module="monobeast", ranks=None, torchrun=()):

@@ -321,6 +321,7 @@ def test_what_an_agents_module_cannot_import_is_a_traceback_of_its_own(
         main("--agent", "agent_of_mine")
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so_by_the_processes_that_it_starts(tmp_path):
     script = tmp_path / "script.py"
     flags = ["--savedir", str(tmp_path / "logs"), "--env", "CartPole-v1"]

@@ -77,6 +77,10 @@ def test_what_is_read_of_a_lazy_dict_is_sent(monkeypatch):
         lambda x: dict(x.items()),
         lambda x: dict(zip(x, x.values())),
         lambda x: {"a": x.get("a"), "b": x.get("b", 3)},
+        lambda x: {"a": x.pop("a"), "b": x.setdefault("b", 3)},
+        lambda x: x.copy(),
+        lambda x: x | {},
+        lambda x: {} | x,
     ):
         sent.clear()
         assert read(devices.Lazy({"a": 1, "b": 2}, None)) == {"a": -1, "b": -2}

@@ -139,7 +139,7 @@ def test_two_learners_share_the_hosts_processes(savedir, tmp_path):
         end(host)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("learner-moved")
 def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monkeypatch):
     one, two = here(), here()
@@ -212,6 +212,7 @@ def test_a_host_with_another_environment_is_refused_and_told_why(savedir):
         end(host)
 
 
+@pytest.mark.slow
 @pytest.mark.survives("silent-connection", "too-many-streams")
 def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
     address = here()
@@ -241,7 +242,7 @@ def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
         end(learner)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("too-many-connections")
 def test_connections_that_are_too_many_are_hung_up_on_and_training_goes_on(savedir):
     address = here()
@@ -268,6 +269,7 @@ def test_connections_that_are_too_many_are_hung_up_on_and_training_goes_on(saved
     assert "Traceback" not in learner.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("garbage")
 def test_garbage_ends_its_stream_in_one_line_and_no_other(savedir):
     address = here()
@@ -307,7 +309,7 @@ def test_a_host_that_is_killed_leaves_nothing_and_its_streams_go(savedir):
 # Who may connect.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("no-certificate")
 def test_hosts_and_learner_know_each_other_by_two_authorities(certs, savedir):
     address = here()
@@ -368,6 +370,7 @@ def test_what_cannot_be_is_refused_in_one_line(savedir):
     assert "10.0.0.1:5 is not of this host only" in env("--learner", "10.0.0.1:5")
 
 
+@pytest.mark.slow
 def test_each_end_that_finds_the_wrong_other_end_says_so(savedir):
     address, learner_address = here(), here()
     server = Program("--env", CARTPOLE, "--address", address, "--num_servers", 1,

@@ -58,9 +58,10 @@ def simulator():
     assert not left
 
 
+@pytest.mark.slow
 @pytest.mark.survives("signal")
 @pytest.mark.parametrize(
-    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=slow)]
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=long)]
 )
 def test_a_signal_that_a_simulator_gets_too_ends_a_serial_run_in_order(
     savedir, simulator, signum
@@ -75,6 +76,7 @@ def test_a_signal_that_a_simulator_gets_too_ends_a_serial_run_in_order(
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.survives("signal")
 @poly_first
 def test_nor_is_it_a_fault_of_actors_or_servers(savedir, simulator, module):
@@ -104,7 +106,7 @@ def moment(module, others, workers, number, signum, *marks):
     [
         moment("monobeast", SERIAL, 0, 3, signal.SIGINT, slow),
         moment("monobeast", (), 1, 3, signal.SIGINT, slow),
-        moment("polybeast", (), 1, 3, signal.SIGINT),
+        moment("polybeast", (), 1, 3, signal.SIGINT, slow),
         moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, long),
         moment("monobeast", SERIAL, 0, 6, signal.SIGINT, slow),
         moment("monobeast", (), 0, 2, signal.SIGINT, long),
@@ -130,7 +132,7 @@ def test_environments_are_closed_after_a_signal_that_comes_while_they_are_made(
     assert "Traceback" not in program.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_environment_of_an_evaluation_is_closed_when_the_run_ends(
     savedir, simulator
 ):

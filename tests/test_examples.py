@@ -97,7 +97,7 @@ def test_environments_are_made_where_there_is_no_torch(example):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_minatar_breakout_is_learned_with_the_documented_command(tmp_path):
     program, flags = documented("minatar")
     learns(program, flags, 5, tmp_path)

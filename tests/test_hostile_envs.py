@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests import hostile_envs
-from tests.programs import ROOT, args, both, cmdline, main, marked, run
+from tests.programs import ROOT, args, cmdline, main, marked, run
 from torchbeast.remote import servers
 
 PROGRAMS = {
@@ -19,6 +19,17 @@ PROGRAMS = {
 # What they do to a process, and exceptions, is not for that of the tests.
 ALONE = {"ChangesDirectory", "ConfiguresLogging", "ExitsInConstructor", "RaisesInReset"}
 ALONE |= {"LeavesAThread", "LeavesATimer", "ComputesInDoubles"}
+# CI tests every other environment in each program, make test-long the rest.
+CASES = [
+    pytest.param(
+        env,
+        module,
+        marks=pytest.mark.long if (i + j) % 2 else pytest.mark.slow,
+        id=f"{env.__name__}-{module}",
+    )
+    for i, env in enumerate(hostile_envs.ENVIRONMENTS)
+    for j, module in enumerate(PROGRAMS)
+]
 
 
 @pytest.mark.survives(
@@ -28,11 +39,9 @@ ALONE |= {"LeavesAThread", "LeavesATimer", "ComputesInDoubles"}
     "environment-changes-process",
     "environment-raises-in-close",
 )
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("env", hostile_envs.ENVIRONMENTS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize(("env", "module"), CASES)
 def test_it_trains_or_is_one_line_and_nothing_is_left(
-    module, env, tmp_path, monkeypatch
+    env, module, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MARK", str(tmp_path))
     monkeypatch.setattr(servers, "MAX_FAILURES", 2)  # Waits 3 s, not 31.

@@ -245,6 +245,7 @@ def test_runs_end_when_the_launcher_is_killed(savedir):
     assert "got SIGTERM" in output(savedir, "do=wait")
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_table_and_ctrl_c_saves(savedir):
     ours, theirs = pty.openpty()
     program = (*command(*CATCH, "--savedir", savedir, "--total_steps", 10**8),)

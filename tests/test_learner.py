@@ -254,7 +254,7 @@ def test_this_cpu_has_bfloat16_if_the_kernel_says_so():
     assert devices.has_bfloat16(CPU) == ("amx_bf16" in words)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_network_learns_the_same():
     stats, gradients = learn()
     compiled = []

@@ -92,17 +92,11 @@ QUICK = [
 SLOW = [
     ("ppo_mixed", "serial"),
     ("dqn_catch", "serial"),
-    ("catch", "actors"),
     ("cartpole", "actors"),
-    ("ppo_masked", "actors"),
-    ("target", "actors"),
-    ("mixed", "servers"),
     ("leaving", "actors"),
     ("r2d2_memory", "serial"),
-    ("pqn_memory", "serial"),
     ("sac_target", "serial"),
     ("td3_target", "serial"),
-    ("attention", "servers"),
 ]
 
 

@@ -221,7 +221,7 @@ class Echo(gymnasium.Env):
         return np.zeros(1, np.float32), 0.0, self.t == 3, False, {}
 
 
-@pytest.mark.parametrize("T", [2, 5, 8])
+@pytest.mark.parametrize("T", [pytest.param(2, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("one_episode", [[], ["--one_episode_rollouts"]])
 def test_each_observation_of_an_episode_is_taken_in_once(one_episode, T):
     flags = parse(*OBSERVATIONS, *one_episode, "--unroll_length", T)

@@ -189,6 +189,7 @@ def test_a_signal_before_the_first_update_ends_the_run_in_order(savedir):
     assert "Traceback" not in program.output and "step 0 of" in program.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("server-killed", "socket-directory-deleted")
 def test_a_server_is_replaced_that_is_killed_or_whose_directory_is_tidied_away(
     savedir,
@@ -338,6 +339,10 @@ def test_a_learner_that_no_server_serves_says_why_in_one_line(savedir):
         (["--serveraddresses", "a:1"], "did you mean --server_addresses?"),
         (["--net", "huge"], "--net"),
         (["--server_addresses", ""], "--server_addresses"),
+        (
+            ["--server_addresses", "a:1", "--envs_per_server", 4],
+            "--envs_per_server is of servers of this program's own",
+        ),
         (["--learner_device", "cuda:99"], "--learner_device cuda:99"),
         (["--learner_device", "cuda:256"], "--learner_device cuda:256"),
         (["--actor_device", "gpu"], "--actor_device gpu: expected cpu, cuda or"),

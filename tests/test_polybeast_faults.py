@@ -172,6 +172,7 @@ def test_a_server_stuck_in_its_environment_is_restarted_after_the_time_out(tmp_p
     assert delivered_and_learned(learner.stderr) == (40, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.survives("hosts-join-and-leave")
 def test_servers_are_added_and_removed_by_a_file(tmp_path):
     one, two, three = (f"127.0.0.1:{free_port()}" for _ in range(3))

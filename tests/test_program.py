@@ -159,6 +159,7 @@ def test_atari_trains_tests_and_records_a_video(savedir, tmp_path):
     assert frames.get(cv2.CAP_PROP_FRAME_HEIGHT) == 210
 
 
+@pytest.mark.slow
 def test_terminal_shows_a_live_line(savedir, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
@@ -291,6 +292,7 @@ def test_an_actor_ends_when_its_learner_is_gone_whatever_was_ordered(monkeypatch
         orders.take(1)
 
 
+@pytest.mark.slow
 @pytest.mark.survives("agent-raises")
 def test_what_the_agent_raises_in_an_actor_ends_the_run(savedir, tmp_path, monkeypatch):
     (tmp_path / "raises_late.py").write_text("""
@@ -326,6 +328,7 @@ def test_an_actor_that_dies_now_and_then_does_not_end_the_run(savedir):
     assert "ConnectionResetError: the game server hung up" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_without_a_rollout_in_between_ends_the_run(savedir):
     env = "tests.hostile_envs:AlwaysRaises-v0"
     result = main(*small_run(savedir, "--max_actor_restarts", 1, env=env))

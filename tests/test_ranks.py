@@ -60,7 +60,7 @@ def test_what_two_ranks_put_together_is_what_one_with_both_batches_has():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_of_one_host_listen_on_loopback_whatever_address_the_host_has(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.2 {platform.node()}\n")
@@ -120,7 +120,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_update(savedir, module):
     assert f"step {step} of" in program.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("rank-signal")
 def test_a_signal_to_torchrun_ends_all_with_a_checkpoint(savedir):
     with Program(*serial(savedir), ranks=2) as program:
@@ -150,8 +150,9 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
     assert "GLHF" not in program.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("rank-stopped")
-@pytest.mark.parametrize("nccl", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nccl", [False, True])
 def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch, nccl):
     """Without actor processes, all that the others do waits for its gradients. Those
     that NCCL sums may not be whole."""
@@ -192,32 +193,25 @@ def test_a_second_signal_ends_a_rank_that_waits_for_one_that_is_stopped(
         program.end()
 
 
+@pytest.mark.slow
 @pytest.mark.survives("rank-raises")
 @pytest.mark.parametrize(
     "fault, message",
     [
-        pytest.param("raises", "rank 1: KeyError: 'nothing'", marks=pytest.mark.slow),
-        pytest.param("exits", "rank 1: SystemExit: enough", marks=pytest.mark.slow),
+        ("raises", "rank 1: KeyError: 'nothing'"),
+        pytest.param("exits", "rank 1: SystemExit: enough", marks=pytest.mark.long),
         (
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
-        pytest.param("refuses", "error: not on this host", marks=pytest.mark.slow),
-        pytest.param(
-            "adds",
-            r"the statistic extra is \[\] on rank 1, missing on rank 0",
-            marks=pytest.mark.slow,
-        ),
+        ("refuses", "error: not on this host"),
+        ("adds", r"the statistic extra is \[\] on rank 1, missing on rank 0"),
         pytest.param(
             "renames",
             r"the statistic extra is \[\] on rank 1, missing on rank 0",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            "differs",
-            "the weights' hash is [0-9a-f]* on rank 1, ",
-            marks=pytest.mark.slow,
-        ),
+        ("differs", "the weights' hash is [0-9a-f]* on rank 1, "),
     ],
 )
 def test_what_goes_wrong_on_one_rank_ends_all_and_names_it(
@@ -250,6 +244,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(savedir):
     assert "Traceback" not in program.output
 
 
+@pytest.mark.slow
 @pytest.mark.survives("torchrun-stopped")
 @pytest.mark.parametrize(
     "signum, message",

@@ -109,6 +109,7 @@ class Explodes(envs.Bandit):
         return observation, 5.0 if Explodes.steps < 1500 else 1e12, *rest
 
 
+@pytest.mark.slow
 def test_a_run_says_both(savedir, monkeypatch):
     monkeypatch.setattr(envs, "Bandit", Explodes)
     Explodes.steps = 0

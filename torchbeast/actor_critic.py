@@ -88,18 +88,18 @@ class ReplayAgent(agents.Agent):
     (loss [], {name: what is logged}); both are means over the whole batch.
     """
 
-    name, num_critics = "", 2
+    counters = *agents.Agent.counters, "gradient_steps"
+    num_critics = 2
     numbers = "flat"  # The layers are the actor's and the critics' own.
 
     def __init__(self, flags, observation_space, action_space):
         if not is_continuous(action_space):
             raise BadInput(
-                f"--agent {self.name} needs an action space of Boxes, the environment "
-                f"has {action_space}: use --agent polybeast, ppo, pqn or r2d2"
+                f"--agent {flags.agent} needs an action space of Boxes, the "
+                f"environment has {action_space}: use polybeast, ppo, pqn or r2d2"
             )
         super().__init__(flags, observation_space, action_space)
         self.net.uniform.fill_(flags.replay_start > 0)
-        self.gradient_steps = 0
 
     def make_distribution(self, action_space):
         return distributions.make(action_space, squashed=True)
@@ -228,14 +228,6 @@ class ReplayAgent(agents.Agent):
         follows."""
         discount = self.flags.discounting * ~batch["terminated"][1]
         return self.rewards(batch)[0] + discount * value
-
-    def state_dict(self):
-        return {**super().state_dict(), "gradient_steps": self.gradient_steps}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        if self.optimizer is not None:
-            self.gradient_steps = state["gradient_steps"]
 
 
 def is_continuous(space):

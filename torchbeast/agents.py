@@ -88,6 +88,7 @@ class Agent:
     optimizer     None, but for the agent that was told to start_learning().
     graphs        of its gradient steps: graphs.Graphs. Only the learner's has it.
     step, updates agent steps and batches that were learned from.
+    counters      names of these, and of what else a subclass counts, in checkpoints.
     learned       {name: what else is learned, with state_dict() and load_state_dict()},
                   which a checkpoint has, too. start_learning() may add to it.
     normalized_rewards
@@ -99,6 +100,7 @@ class Agent:
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
     layer_norm = False  # Whether each layer of the encoder is normalised.
     burn_in = 0
+    counters = "step", "updates"
 
     def __init__(self, flags, observation_space, action_space):
         self.flags = flags
@@ -110,7 +112,8 @@ class Agent:
         if flags.normalize_rewards:
             self.normalized_rewards = NormalizedRewards(flags.discounting)
         self.optimizer = None
-        self.step = self.updates = 0
+        for name in self.counters:
+            setattr(self, name, 0)
         self.learned = {}
 
     def defaults(self, observation_space, action_space):
@@ -258,8 +261,7 @@ class Agent:
         return {
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "updates": self.updates,
+            **{name: getattr(self, name) for name in self.counters},
             **{name: x.state_dict() for name, x in self.learned.items()},
         }
 
@@ -273,6 +275,7 @@ class Agent:
         for name, x in self.learned.items():
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])
-        self.step, self.updates = state["step"], state["updates"]
+        for name in self.counters:
+            setattr(self, name, state[name])
         if self.credit is not None and self.step > 0:  # The run is resumed.
             replay_files.resume(self.credit, self.flags)

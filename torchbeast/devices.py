@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import warnings
+from collections.abc import MutableMapping
 
 import torch
 
@@ -139,29 +140,29 @@ def send_late(x, device):
     return x if device.type == "cpu" else send(x.pin_memory(), device)
 
 
-class Lazy(dict):
-    """A dict whose nests are sent to a device when they are first read: of a step's
-    fields, networks read less than half."""
+class Lazy(MutableMapping, dict):
+    """A dict whose nests are sent to a device when they are first read, in whatever
+    way: of a step's fields, networks read less than half."""
+
+    __setitem__, __delitem__ = dict.__setitem__, dict.__delitem__
+    __len__, __contains__ = dict.__len__, dict.__contains__
 
     def __init__(self, nests, device):
         super().__init__(nests)
         self.device = device
 
     def __getitem__(self, name):
-        self[name] = nest = send(super().__getitem__(name), self.device)
+        self[name] = nest = send(dict.__getitem__(self, name), self.device)
         return nest
 
     def __iter__(self):  # Else dict() and ** would take what is not sent yet.
-        return super().__iter__()
+        return dict.__iter__(self)
 
-    def get(self, name, default=None):
-        return self[name] if name in self else default
+    def copy(self):
+        return dict(self)
 
-    def values(self):
-        return [self[name] for name in self]
-
-    def items(self):
-        return [(name, self[name]) for name in self]
+    def __or__(self, other):
+        return dict(self) | other
 
 
 def to_device(nest, device):

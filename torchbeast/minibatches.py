@@ -4,7 +4,7 @@ import torch
 
 from torchbeast import agents, ranks
 from torchbeast.flags import number
-from torchbeast.gradients import means
+from torchbeast.gradients import means, sum_over_ranks
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
@@ -50,15 +50,29 @@ def prepare(batch, core_state, **data):
 
 
 def learn(agent, data):
-    """Has an agent make its gradient_step() on --num_minibatches parts of the data [T,
-    B, ...], --num_epochs times. Returns the means of what it returns."""
+    """Makes a gradient step on each of --num_minibatches parts of the data [T, B, ...],
+    --num_epochs times. Returns the means of what gradient_step() returns."""
 
-    def gradient_step(data, columns):
-        return agent.gradient_step(take(data, columns))
+    def step_of(data, columns):
+        return gradient_step(agent, take(data, columns))
 
-    flags, step = agent.flags, agent.graphs.of(gradient_step, data)
+    flags, step = agent.flags, agent.graphs.of(step_of, data)
     epochs = (draw(data, flags.num_minibatches) for _ in range(flags.num_epochs))
     return means([step(columns) for epoch in epochs for columns in epoch])
+
+
+def gradient_step(agent, part):
+    """Makes a gradient step of an agent's network. agent.loss(part, the network's
+    outputs) returns (loss, statistics), means over the minibatch's real transitions."""
+    parameters = list(agent.net.parameters())
+    agent.optimizer.zero_grad()
+    outputs, _ = agent.net(part, part["core_state"])
+    loss, statistics = agent.loss(part, outputs)
+    loss.backward()
+    statistics = {name: x.detach() for name, x in statistics.items()}
+    if ranks.current.num > 1:  # The means over all ranks' real transitions.
+        statistics = sum_over_ranks(parameters, statistics, part["real"].sum())
+    return agent.clip_and_step(statistics)
 
 
 def draw(data, num):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from torchbeast import distributions
+from torchbeast.encoders import initialize
 from torchbeast.nests import map_structure
 
 
@@ -76,6 +77,23 @@ class Network(nn.Module):
         """Returns the outputs of steps with this mask of actions [T, B, C] bool."""
         logits = self.distribution.masked(outputs["policy_logits"], mask)
         return {**outputs, "policy_logits": logits}
+
+
+class ActorCritic(Network):
+    """A Network with two heads: "policy_logits" [T, B, P], the parameters of the
+    distribution of actions, and, in training, "baseline" [T, B], the value."""
+
+    def make_heads(self, num_features):
+        self.policy = distributions.PolicyHead(num_features, self.distribution)
+        self.baseline = nn.Linear(num_features, 1)
+        initialize(self.policy, gain=0.01)  # Nearly uniform at first.
+        initialize(self.baseline, gain=1)
+
+    def heads(self, x):
+        return {"policy_logits": self.policy(x)}
+
+    def value_heads(self, x):
+        return {"baseline": self.baseline(x).squeeze(-1)}
 
 
 class LSTM(nn.LSTMCell):

@@ -287,6 +287,7 @@ def plot(study, trials):
         ax.set(xlabel=name, xscale="log" if getattr(kind, "log", False) else "linear")
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("objective")
+    axes[0].locator_params("x", integer=True)
     axes[0].legend(fontsize="small")
     return figure
 
