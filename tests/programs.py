@@ -36,11 +36,11 @@ SERIAL = ("--num_actors", 0)
 # Its learner does not keep a core busy while a test waits for something else.
 CALM = "tests.faulty_envs:Quick-v0"
 both = pytest.mark.parametrize("module", SMALL)
-# For what both share: the other one is tested by make test-slow.
+# For what both share: the other one is tested by make test-long.
 mono_first, poly_first = (
     pytest.mark.parametrize(
         "module",
-        [first, pytest.param(second, marks=pytest.mark.slow)],
+        [first, pytest.param(second, marks=pytest.mark.long)],
     )
     for first, second in (list(SMALL), list(SMALL)[::-1])
 )

@@ -58,6 +58,7 @@ TOP_LEVEL |= {"atari_wrappers.py"}
 TOP_LEVEL |= {"vtrace.py", "libtorchbeast.py", "torchbeast"}
 
 
+@pytest.mark.slow
 def test_without_what_the_cpp_part_needs_the_rest_is_installed(source, tmp_path):
     flags = ["-v", "--no-deps", "--no-build-isolation", "--target", tmp_path]
     env = {"PKG_CONFIG_LIBDIR": "/nowhere"}

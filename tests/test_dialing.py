@@ -196,6 +196,7 @@ def test_a_hosts_traceback_reaches_the_learners_log(savedir):
         end(host)
 
 
+@pytest.mark.slow
 @pytest.mark.survives("other-environment")
 def test_a_host_with_another_environment_is_refused_and_told_why(savedir):
     address = here()

@@ -185,6 +185,7 @@ def assert_one_error(result, *words):
     assert len(errors) == 1, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.survives("disk-full-logging")
 @poly_first
 def test_full_disk_under_tensorboard_ends_the_run_without_a_traceback(savedir, module):
@@ -321,6 +322,7 @@ def test_a_terminal_that_is_closed_ends_a_run_as_a_signal_does(savedir, module):
     assert "stopped by SIGHUP" in (savedir / "x" / "out.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.survives("terminal-closed")
 @poly_first
 def test_nohup_lets_a_run_go_on(savedir, module):
@@ -363,6 +365,7 @@ def test_signals_end_a_run_whose_output_nobody_reads(savedir, module):
         os.close(end)
 
 
+@pytest.mark.slow
 @pytest.mark.survives("output-closed")
 @mono_first
 def test_a_run_without_input_and_output_trains(savedir, module):

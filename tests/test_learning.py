@@ -86,10 +86,10 @@ MODES = {
 QUICK = [
     ("catch", "servers"),
     ("memory", "serial"),
-    ("masked", "servers"),
     ("pqn_catch", "serial"),
 ]
 SLOW = [
+    ("masked", "servers"),
     ("ppo_mixed", "serial"),
     ("dqn_catch", "serial"),
     ("cartpole", "actors"),
@@ -144,9 +144,10 @@ XOR = {  # Flags, and steps to learn it in.
     ),
 }  # fmt: skip
 PAIRS = list(itertools.combinations_with_replacement(KINDS, 2))
-QUICK_XOR = [("polybeast", "number", "discrete"), ("ppo", "number", "binary")]
+QUICK_XOR = [("polybeast", "number", "discrete")]
 # Each kind by the quickest agent, and each agent with one pair.
 SLOW_XOR = [
+    ("ppo", "number", "binary"),
     ("polybeast", "integers", "binary"),
     ("polybeast", "number", "image"),
     ("polybeast", "discrete", "ids"),
@@ -212,7 +213,7 @@ def last_return(directory):
     return -float("inf")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_crossq_learns_pendulum_in_few_steps(tmp_path):
     """By its preset, but with networks and batches for a few seconds."""
     result = main("--agent", "sac", "--preset", "crossq", "--env", "Pendulum-v1",
@@ -227,7 +228,7 @@ def test_crossq_learns_pendulum_in_few_steps(tmp_path):
     assert sum(returns[:4]) / 4 < -900 and sum(returns[-6:]) / 6 > -350, returns
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_cannot_be_solved_without_a_recurrent_network(tmp_path):
     env = ABILITIES["memory"][0]
     result = main("--env", env, "--total_steps", 60_000, "--num_actors", 0,

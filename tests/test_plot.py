@@ -206,6 +206,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch, words, message):
         main_of_plot(*words)
 
 
+@pytest.mark.slow
 def test_three_seeds_of_a_real_run(savedir, tmp_path):
     for seed in (1, 2, 3):
         flags = ("--seed", seed, "--xpid", f"x{seed}", "--log_interval_steps", 40)

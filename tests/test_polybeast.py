@@ -179,6 +179,7 @@ def test_a_signal_saves_and_ends_everything(signum, savedir):
     assert directories() == before
 
 
+@pytest.mark.slow
 @pytest.mark.survives("signal-while-waiting")
 def test_a_signal_before_the_first_update_ends_the_run_in_order(savedir):
     flags = ("--batch_size", 1000, "--unroll_length", 99)

@@ -233,6 +233,7 @@ def test_a_file_without_addresses_is_one_line(content, message, tmp_path):
     assert not (tmp_path / "savedir").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.survives("learner-killed")
 def test_a_killed_learner_leaves_nothing_behind_and_resumes(tmp_path):
     args = ["--env", CARTPOLE, "--num_servers", 2, "--envs_per_server", 2,

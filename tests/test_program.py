@@ -25,6 +25,7 @@ from tests.programs import (
     load,
     main,
     marked,
+    poly_first,
     read_logs,
     refusal,
     run,
@@ -257,7 +258,7 @@ def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
         assert program.end() == 128 + signal.SIGINT
 
 
-@both
+@poly_first
 @pytest.mark.survives("signal-at-start")
 def test_a_signal_while_an_environment_is_made_ends_what_it_has_started(
     module, savedir
@@ -408,6 +409,7 @@ def test_a_signal_saves_and_ends_within_seconds_and_actors_do_not_see_it(
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.survives("signal-at-start")
 def test_ctrl_c_while_actors_start_is_no_traceback(savedir):
     with Program(*small_run(savedir)) as program:

@@ -313,6 +313,7 @@ def test_the_optimizer_has_the_flags_constants():
     assert (group["lr"], group["eps"]) == (0.02, 0.3)
 
 
+@pytest.mark.slow
 def test_padding_of_rollouts_of_one_episode_counts_for_neither_side_of_the_ratio():
     flags = parse("--one_episode_rollouts", "--burn_in", 0, "--unroll_length", 40,
                   "--replay_ratio", 1, "--replay_size", 100_000)  # fmt: skip

@@ -338,6 +338,7 @@ def test_a_part_of_torchruns_variables_is_one_line(savedir, monkeypatch):
     assert line.startswith("monobeast: error: WORLD_SIZE is set, as torchrun does it:")
 
 
+@pytest.mark.slow
 def test_what_ranks_cannot_learn_together_is_refused_in_one_line(savedir):
     line = refusal(*serial(savedir, "--batch_size", 3), ranks=2)
     assert line == (

@@ -241,8 +241,14 @@ def test_a_pool_is_learned_against_and_resumed(module, savedir):
     assert not same(then["learner"]["model"], saved["learner"]["model"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("agent", ["ppo", "r2d2", "pqn"])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        pytest.param("ppo", marks=pytest.mark.slow),
+        pytest.param("r2d2", marks=pytest.mark.long),
+        pytest.param("pqn", marks=pytest.mark.long),
+    ],
+)
 def test_each_agent_plays_against_its_past(savedir, agent):
     others = {"r2d2": ["--replay_start", 100, "--replay_size", 1000]}
     flags = args("monobeast", savedir, "--opponents", 2, "--opponent_interval", 200,

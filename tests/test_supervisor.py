@@ -44,7 +44,8 @@ BROKEN_OFF = [
     ("flags", "who", "signum"),
     [
         BROKEN_OFF[0],
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in BROKEN_OFF[1:]),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in BROKEN_OFF[1:-1]),
+        pytest.param(*BROKEN_OFF[-1], marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_left_of_tests_that_are_broken_off(tmp_path, flags, who, signum):

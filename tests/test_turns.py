@@ -14,7 +14,7 @@ import torch
 import polybeast
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 from tests import turn_envs
-from tests.programs import args, both, main, poly_first, read_logs
+from tests.programs import args, main, mono_first, poly_first, read_logs
 from tests.test_agent import make_actor, parse
 from tests.test_polybeast_env import free_port, servers
 from torchbeast import actors, environment, learner, machine, play, rollouts
@@ -174,7 +174,10 @@ def of_one_episode(steps, num):
 CASES = [
     ([], 0, functools.partial(one_after_the_other, 0)),
     ([], 3, functools.partial(one_after_the_other, 3)),
-    ([], 2 * T, functools.partial(one_after_the_other, 2 * T)),
+    pytest.param(
+        *([], 2 * T, functools.partial(one_after_the_other, 2 * T)),
+        marks=pytest.mark.slow,
+    ),
     (["--one_episode_rollouts"], 0, of_one_episode),
 ]
 cases = pytest.mark.parametrize(
@@ -469,7 +472,7 @@ def test_agents_by_turns_are_learned_from_and_tested(module, savedir):
     assert video.stat().st_size > 0
 
 
-@both
+@mono_first
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -488,7 +491,7 @@ def test_each_way_to_learn_goes_with_turns(module, savedir, flags):
 
 @pytest.mark.survives("environment-hangs")
 @pytest.mark.slow
-@both
+@poly_first
 def test_one_that_hangs_in_last_is_named_and_begins_anew(module, savedir, capfd):
     flags = small(module, savedir, "--env_timeout_seconds", 1, env="HangsInLast")
     result = main(*flags, module=module)

@@ -94,6 +94,7 @@ def test_a_run_trains_resumes_and_is_tested(tmp_path, agent):
         assert "10 episodes: mean return" in test.stdout
 
 
+@pytest.mark.slow
 def test_sac_learns_from_numbers(tmp_path):
     start(tmp_path, "--env", "warp/Pendulum", "--agent", "sac", "--replay_start", 100)
     assert float(read_logs(tmp_path / "x")[-1]["critic_loss"]) > 0
