@@ -410,9 +410,8 @@ def run_path(flags) -> pathlib.Path:
             flags.xpid = path.name
             return path
         flags.xpid = torchrun.new_xpid()
-    surrogates = re.search(
-        "[\ud800-\udfff]", flags.xpid
-    )  # What bytes become that are no text.
+    # Python makes surrogates of bytes that are no text.
+    surrogates = re.search("[\ud800-\udfff]", flags.xpid)
     if flags.xpid in ("", ".", "..", "latest") or "/" in flags.xpid or surrogates:
         raise BadInput(f"--xpid {flags.xpid!r} cannot be the name of a run")
     return savedir / flags.xpid
