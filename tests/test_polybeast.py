@@ -35,8 +35,10 @@ from tests.programs import (
 )
 from tests.test_polybeast_env import COUNTER, free_port, servers
 from torchbeast import devices, files, learner
+from torchbeast.flags import parse_args
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
+from torchbeast.remote import sources
 from torchbeast.stages import STAGES
 
 CARTPOLE = ["--env", "CartPole-v1"]
@@ -352,6 +354,16 @@ def test_a_learner_that_no_server_serves_says_why_in_one_line(savedir):
 def test_bad_input_is_one_line(flags, message, savedir):
     assert message in refusal(*small_run(savedir, *flags), module="polybeast")
     assert not savedir.exists()
+
+
+@pytest.mark.parametrize(
+    "agent", [["sac"], ["pqn", "--preset", "atari"], ["ppo", "--preset", "mujoco"]]
+)
+def test_servers_of_others_go_with_an_agents_own_number_of_servers(agent):
+    flags = ["--agent", *agent, "--env", "Pendulum-v1", "--server_addresses", "a:1"]
+    flags = parse_args(polybeast.program_parser(agent[0]), flags)
+    sources.set_defaults(flags)
+    assert flags.envs_per_server > 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from torchbeast import devices, machine, ranks, rollouts
-from torchbeast.flags import number, synchronous, text_or_path
+from torchbeast.flags import is_given, number, synchronous, text_or_path
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import leaves
 from torchbeast.process import allow_open_files
@@ -76,7 +76,7 @@ def set_defaults(flags, num_agents=1):
     of an environment's agents."""
     if flags.server_addresses is not None:
         for name in "num_servers", "envs_per_server":
-            if vars(flags)[name] is not None:
+            if is_given(flags, name):
                 raise BadInput(
                     f"--{name} is of servers of this program's own: expected it "
                     "without --server_addresses"
