@@ -43,6 +43,11 @@ AGENTS = {
     "R2D2, preset": "--agent r2d2 --preset r2d2 ",
     "PPO, preset": "--agent ppo --preset mujoco ",
     "PPO, Atari's preset": "--agent ppo --preset atari ",
+    "A2C": "--preset a2c ",
+    "PQN, Atari's preset": "--agent pqn --preset atari ",
+    "CrossQ": "--agent sac --preset crossq ",
+    "TD3, preset": "--agent td3 --preset mujoco ",
+    "DDPG": "--agent td3 --preset ddpg ",
     "IMPALA, PolyBeast": "--net shallow ",
 }
 
@@ -146,6 +151,19 @@ for agent, robots, num_steps, num_seeds, prefix in [
     for robot in robots.split():
         declare(f"{prefix}-{robot.lower()}", "mujoco", agent, f"{robot}-v5",
                 f"--env {robot}-v5", num_steps, num_seeds)  # fmt: skip
+
+for agent, prefix in [
+    ("A2C", "a2c"),
+    ("PQN, Atari's preset", "pqn-preset"),
+    ("CrossQ", "crossq"),
+    ("TD3, preset", "td3-preset"),
+    ("DDPG", "ddpg"),
+]:
+    name, env, flags, num_steps = "pong", "Pong", atari("Pong"), M
+    if prefix in ("crossq", "td3-preset", "ddpg"):
+        name, env, num_steps = "halfcheetah", "HalfCheetah-v5", 200_000
+        flags = f"--env {env}"
+    declare(f"{prefix}-{name}", "presets", agent, env, flags, num_steps, 1)
 
 EXAMPLE = f"{minatar('Breakout')} --num_actors 0"
 for name, flags in {

@@ -55,7 +55,8 @@ class Agent(ppo.Agent):
         )  # fmt: skip
 
     def make_net(self, observation_space, action_space):
-        return ActorCritic(Board(), action_space, self.flags.use_lstm, feedback=False)
+        lstm = self.flags.use_lstm
+        return ActorCritic(Board(), action_space, lstm, feedback=lstm)
 
 
 DIRECTIONS = (0, 1), (1, 0), (1, 1), (1, -1)

@@ -81,9 +81,11 @@ def test_what_is_read_of_a_lazy_dict_is_sent(monkeypatch):
         lambda x: x.copy(),
         lambda x: x | {},
         lambda x: {} | x,
+        lambda x: {name: x[name] for name in reversed(x)},
     ):
         sent.clear()
         assert read(devices.Lazy({"a": 1, "b": 2}, None)) == {"a": -1, "b": -2}
-        assert sent == [1, 2]
+        assert sorted(sent) == [1, 2]
     lazy = devices.Lazy({"a": 1, "b": 2}, None)
-    assert lazy["a"] == -1 and lazy.get("c") is None and sent == [1, 2, 1]
+    sent.clear()
+    assert lazy["a"] == -1 and lazy.get("c") is None and sent == [1]

@@ -139,7 +139,7 @@ def test_two_learners_share_the_hosts_processes(savedir, tmp_path):
         end(host)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.survives("learner-moved")
 def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monkeypatch):
     one, two = here(), here()

@@ -343,8 +343,8 @@ def test_a_learner_that_no_server_serves_says_why_in_one_line(savedir):
         (["--net", "huge"], "--net"),
         (["--server_addresses", ""], "--server_addresses"),
         (
-            ["--server_addresses", "a:1", "--envs_per_server", 4],
-            "--envs_per_server is of servers of this program's own",
+            ["--server_addresses", "a:1", "--num_servers", 4],
+            "--num_servers is of servers of this program's own",
         ),
         (["--learner_device", "cuda:99"], "--learner_device cuda:99"),
         (["--learner_device", "cuda:256"], "--learner_device cuda:256"),
@@ -363,7 +363,16 @@ def test_servers_of_others_go_with_an_agents_own_number_of_servers(agent):
     flags = ["--agent", *agent, "--env", "Pendulum-v1", "--server_addresses", "a:1"]
     flags = parse_args(polybeast.program_parser(agent[0]), flags)
     sources.set_defaults(flags)
-    assert flags.envs_per_server > 0
+    assert flags.num_servers > 0
+
+
+def test_an_environment_that_is_alone_in_its_process_is_learned_from_elsewhere(savedir):
+    address, env = f"127.0.0.1:{free_port()}", "tests.hostile_envs:OneAProcess-v0"
+    with servers("--num_servers", 1, "--envs_per_server", 1, "--address", address,
+                 env=env):  # fmt: skip
+        flags = small_run(savedir, "--server_addresses", address, env=env, steps=400)
+        result = main(*flags, "--envs_per_server", 1, module="polybeast")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow

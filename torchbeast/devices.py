@@ -146,6 +146,7 @@ class Lazy(MutableMapping, dict):
 
     __setitem__, __delitem__ = dict.__setitem__, dict.__delitem__
     __len__, __contains__ = dict.__len__, dict.__contains__
+    __reversed__ = dict.__reversed__
 
     def __init__(self, nests, device):
         super().__init__(nests)
@@ -157,12 +158,6 @@ class Lazy(MutableMapping, dict):
 
     def __iter__(self):  # Else dict() and ** would take what is not sent yet.
         return dict.__iter__(self)
-
-    def copy(self):
-        return dict(self)
-
-    def __or__(self, other):
-        return dict(self) | other
 
 
 def to_device(nest, device):

@@ -74,13 +74,11 @@ def server_parser() -> argparse.ArgumentParser:
 def set_defaults(flags, num_agents=1):
     """Fills in PolyBeast's flags whose defaults depend on the machine, or on the number
     of an environment's agents."""
-    if flags.server_addresses is not None:
-        for name in "num_servers", "envs_per_server":
-            if is_given(flags, name):
-                raise BadInput(
-                    f"--{name} is of servers of this program's own: expected it "
-                    "without --server_addresses"
-                )
+    if flags.server_addresses is not None and is_given(flags, "num_servers"):
+        raise BadInput(
+            "--num_servers is of servers of this program's own: expected it without "
+            "--server_addresses"
+        )
     if flags.num_servers is None and flags.listen is not None:
         flags.num_servers = 0
     flags.num_servers, flags.envs_per_server = rollouts.spread(
