@@ -460,6 +460,15 @@ class SomeText(Base):
 
 
 @hostile
+class RaisesInRender(Base):
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        raise NotImplementedError("no renderer")
+
+
+@hostile
 class NoFrames(Base):
     metadata = {"render_fps": None, "render_modes": None}
 

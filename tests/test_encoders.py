@@ -150,7 +150,8 @@ def test_ids_that_follow_each_other_differ_as_much_as_any_two():
         (box(55, high=5976, dtype=np.int16), True),
         (box(27, low=np.iinfo(np.int64).min, high=2**63 - 1, dtype=np.int64), True),
         (box(2, high=9, dtype=np.int32), False),
-        (box(5), False),
+        (box(5), True),
+        (box(5, high=9), False),
         (floats(5, high=5976), False),
         (spaces.MultiBinary(5), False),
     ],
@@ -190,6 +191,7 @@ def test_the_entries_of_a_nest_are_combined_unless_the_network_has_layers(number
     ("space", "low", "high"),
     [
         (box(12, 12, 1), 0, 255 / 64),
+        (box(12, 12, 1, high=1), 0, 4),
         (floats(12, 12, 1), 0, 4),
         (floats(12, 12, 1, low=-1.0, high=3.0), -1, 3),
         (floats(12, 12, 1, low=-np.inf, high=np.inf), 0, 1),
@@ -283,7 +285,15 @@ def test_the_summary_names_each_entry_and_counts_the_parameters():
     assert summary(both).count("observation/cards") == 1
 
 
+def test_a_byte_that_is_0_or_1_is_seen_though_its_bounds_are_lazy():
+    encoder = make_encoder(box(8), numbers="flat")
+    assert encoder(torch.ones(1, 8, dtype=torch.uint8)).min() > 0.5
+    assert encoder(torch.full((1, 8), 255, dtype=torch.uint8)).max() < 6
+
+
 def test_a_table_of_integers_that_is_read_as_numbers_says_how_it_becomes_an_image():
     encoder = make_encoder(spaces.Box(0, 9, (24, 18), np.uint8))
     said = summary(encoder)
     assert "(numbers, 432 (24 x 18: --observation_layout HWC makes it" in said
+    said = summary(make_encoder(spaces.Box(0, 9, (24, 4), np.uint8)))
+    assert "(numbers, 96)" in said  # No image, whatever one says.

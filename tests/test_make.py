@@ -57,6 +57,8 @@ def test_object_that_is_no_environment_is_refused(missing):
         ("CratPole-v1", "CartPole-v1"),
         ("torchbeast/Cach-v0", "torchbeast/Catch-v0"),
         ("nobody/CartPole-v1", "CartPole-v1"),
+        ("tests.envs:Catch-v0", " tests.envs:torchbeast/Catch-v0,"),
+        ("tests.envs:Mack-v0", " tests.envs:torchbeast/Mock-v0"),
     ],
 )
 def test_unknown_id_comes_with_close_ones(env_id, close):
@@ -159,7 +161,7 @@ def game(monkeypatch):
             {},
             "missing 1 required .* 'task': .*--env_args NAME=VALUE$",
         ),
-        ({"map": 1}, "unexpected keyword argument 'map': .*--env_args NAME=VALUE$"),
+        ({"map": 1}, "keyword argument 'map': expected one of task, error$"),
     ],
 )
 def test_arguments_that_a_constructor_does_not_take_are_one_line(game, kwargs, words):

@@ -116,7 +116,11 @@ def test_a_file_that_is_no_result_of_tests_is_not_written_over(trained, text):
 
 @pytest.mark.parametrize(
     ("env", "words"),
-    [("NoFrames", r"render() returned NoneType"), ("Exits", "cannot be shown: ")],
+    [
+        ("NoFrames", r"render() returned NoneType"),
+        ("RaisesInRender", "cannot be shown: NotImplementedError: no renderer"),
+        ("Exits", "cannot be shown: "),
+    ],
 )
 def test_a_video_of_what_cannot_be_shown_is_refused_in_one_line(env, words, savedir):
     flags = trained_on(f"{HOSTILE}{env}-v0", savedir)

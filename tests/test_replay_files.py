@@ -4,12 +4,13 @@ import argparse
 import errno
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from tests import envs
+from tests import envs, programs
 from tests.programs import main, read_logs, step
 from tests.test_replay import B, Stacked, assert_same, one_by_one, rollouts_of, whole
 from torchbeast import replay, replay_files
@@ -156,3 +157,23 @@ def test_a_full_disk_costs_the_replay_alone(tmp_path, monkeypatch):
     assert step(tmp_path) == 1200
     assert (tmp_path / "x" / "replay.bin").read_bytes() == before
     assert not list((tmp_path / "x").glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_benchmark_kills_a_run_twice_and_compares_it_with_a_whole_one(tmp_path):
+    command = (
+        "--agent r2d2 --no-use_lstm --save_replay --num_actors 0 --env CartPole-v1"
+    )
+    command += " --total_steps 6000 --log_interval_steps 640 --replay_start 1000"
+    args = [*command.split(), "--checkpoint_interval_seconds", 1e-9]
+    args = [sys.executable, "-m", "monobeast", *args]
+    own = ["--seeds", 1, "--savedir", tmp_path]
+    result = programs.run(*own, "--", *args, module="benchmarks.resumed")
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall("resuming .*killed-1/replay.bin", result.stderr)) == 2
+    assert not re.search("resuming .*whole-1", result.stderr)
+    table = [line.split(" | ") for line in result.stdout.splitlines()]
+    assert [line[0] for line in table[2:]] == [
+        "| whole", "| seed 1", "| killed", "| seed 1"
+    ]  # fmt: skip
+    assert {len(line) for line in table[2:]} == {11}

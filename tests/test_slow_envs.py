@@ -111,6 +111,7 @@ def test_it_ends_with_the_number_of_steps(lines):
     calls.tell_slow(3, "a: ")
     calls.count_steps(1)
     lines.wait_for("a: 1 steps in the first")
+    lines.wait_for("; the first rollouts need 3: with a smaller --envs_per_actor or")
     calls.count_steps(2)
     deadline = time.monotonic() + TIMEOUT_S
     while threading.active_count() > threads and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ No torch in here: environment servers import this file.
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -132,7 +133,11 @@ def tell_slow(num_steps, who="") -> threading.Event:
         while not ended.wait(wait_s) and (n := _steps[own] - before) < num_steps:
             seconds = round(time.monotonic() - began_at)
             if n > 0:
-                log.info("%s%d steps in the first %d s", who, n, seconds)
+                need = ""
+                if num_steps < math.inf:
+                    need = f"; the first rollouts need {num_steps}: with a smaller "
+                    need += "--envs_per_actor or --envs_per_server fewer"
+                log.info("%s%d steps in the first %d s%s", who, n, seconds, need)
             elif calls := list(_calls.get(own, ())):
                 what = calls[-1].what
                 log.info("%swaits for %s (%d s since the start)", who, what, seconds)

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast.flags import number
-from torchbeast.images import image_shape, is_image, large_image, num_ids
+from torchbeast.images import MIN_SIDE, image_shape, is_image, large_image, num_ids
 from torchbeast.spaces import children
 
 
@@ -84,9 +84,10 @@ def _make_encoder(space, name, net, bfloat16, of_numbers):
         ids = f" of {encoder.num_ids:,} ids" if encoder.num_ids else ""
         what = f"image{ids}, height {height}, width {width}, channels {channels}"
     elif isinstance(space, (spaces.Box, spaces.MultiBinary)):
-        encoder = of_numbers(math.prod(space.shape), scale_of(space))
+        encoder = of_numbers(math.prod(space.shape), has_large_integers(space))
         what = f"numbers, {math.prod(space.shape)}"
-        if len(space.shape) == 2 and np.issubdtype(space.dtype, np.integer):
+        table = len(space.shape) == 2 and min(space.shape) >= MIN_SIDE
+        if table and np.issubdtype(space.dtype, np.integer):
             what += f" ({space.shape[0]} x {space.shape[1]}: --observation_layout HWC "
             what += "makes it an image)"
     elif isinstance(space, spaces.Discrete):
@@ -102,15 +103,13 @@ def _make_encoder(space, name, net, bfloat16, of_numbers):
     return encoder
 
 
-def scale_of(space):
-    """Returns what the numbers of a Box or MultiBinary are divided by; None if they are
-    integers that may be so large that networks get their logarithms."""
-    if space.dtype == np.uint8:
-        return 255
-    if isinstance(space, spaces.Box) and space.dtype.kind in "iu":
-        if max(-float(space.low.min()), float(space.high.max())) > 255:
-            return None
-    return 1
+def has_large_integers(space):
+    """Tells whether the numbers of a Box or MultiBinary are integers that may be so
+    large that networks get their logarithms. (Bytes are often declared to be up to 255
+    and are 0 or 1: divided by 255, nothing was learned from them.)"""
+    if not isinstance(space, spaces.Box) or space.dtype.kind not in "iu":
+        return False
+    return max(-float(space.low.min()), float(space.high.max())) >= 255
 
 
 def summary(net, texts=()):
@@ -284,11 +283,8 @@ class ImageEncoder(nn.Module):
             channels *= ID_FEATURES
         # Four from the darkest to the brightest. With one, a ball of a few pixels was
         # learned about more slowly.
-        self.scale = 1
-        if space.dtype == np.uint8:
-            self.scale = 1 / 64
-        elif 0 < (size := float(space.high.max()) - float(space.low.min())) < 1e6:
-            self.scale = 4 / size
+        size = float(space.high.max()) - float(space.low.min())
+        self.scale = 1 / 64 if size == 255 else 4 / size if 0 < size < 1e6 else 1
         self.layers = layers(channels, min(height, width))
         with torch.no_grad():
             x = self._scaled_image(torch.zeros(1, *space.shape))
@@ -330,14 +326,13 @@ class ImageEncoder(nn.Module):
 
 
 class FlatEncoder(nn.Module):
-    """The numbers themselves, [N, out_features], divided by scale: for networks with
-    layers of their own. If the scale is None, the logarithms of integers: sign(x) *
-    log(1 + |x|)."""
+    """The numbers themselves, [N, out_features]: for networks with layers of their own.
+    logarithms: of integers, sign(x) * log(1 + |x|)."""
 
-    def __init__(self, in_features, scale=1):
+    def __init__(self, in_features, logarithms=False):
         super().__init__()
-        self.out_features, self.scale = in_features, scale
-        if scale is None:  # Checkpoints of networks without it are refused.
+        self.out_features, self.of_logarithms = in_features, logarithms
+        if logarithms:  # Checkpoints of networks without it are refused.
             self.register_buffer("logarithms", torch.ones(()))
 
     def forward(self, x):
@@ -345,10 +340,10 @@ class FlatEncoder(nn.Module):
 
     def numbers(self, x):
         x = x.reshape(len(x), -1)
-        if self.scale is None and not x.is_floating_point():  # It may be normalised.
+        if self.of_logarithms and not x.is_floating_point():  # It may be normalised.
             x = x.float()
             return x.sign() * x.abs().log1p()
-        return x.float() / (self.scale or 1)
+        return x.float()
 
 
 class VectorEncoder(FlatEncoder):
@@ -359,8 +354,8 @@ class VectorEncoder(FlatEncoder):
     value of CartPole was still 30 off after 2,000 updates, and the policy stood still.)
     """
 
-    def __init__(self, in_features, scale=1, hidden_sizes=(256, 256)):
-        super().__init__(in_features, scale)
+    def __init__(self, in_features, logarithms=False, hidden_sizes=(256, 256)):
+        super().__init__(in_features, logarithms)
         self.out_features = hidden_sizes[-1]
         self.layers = mlp(in_features, *hidden_sizes).append(nn.ReLU())
 
@@ -378,8 +373,8 @@ class ReluEncoder(VectorEncoder):
 class TanhEncoder(ReluEncoder):
     """The same of two layers of 64 with tanh."""
 
-    def __init__(self, in_features, scale=1, hidden_sizes=(64, 64)):
-        super().__init__(in_features, scale, hidden_sizes)
+    def __init__(self, in_features, logarithms=False, hidden_sizes=(64, 64)):
+        super().__init__(in_features, logarithms, hidden_sizes)
         self.layers = mlp(in_features, *hidden_sizes, activation=nn.Tanh)
         self.layers.append(nn.Tanh())
 

@@ -35,7 +35,6 @@ No torch in here: environment servers import this file.
 import argparse
 import ast
 import contextlib
-import difflib
 import functools
 import importlib
 import inspect
@@ -51,7 +50,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import images, masks, pettingzoo, seats, turns
+from torchbeast import hints, images, masks, pettingzoo, seats, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
@@ -120,6 +119,8 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
         if file not in (gymnasium.envs.registration.__file__, __file__):
             text += f" ({file}:{line})"
+        elif "unexpected keyword argument" in text and name in gymnasium.registry:
+            text += f": expected {hints.arguments(gymnasium.spec(name))}"
         elif "argument" in text and what == "made":
             text += ": give its arguments by --env_args NAME=VALUE"
         elif "pettingzoo" in text:
@@ -129,7 +130,9 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
-            raise BadInput(f"unknown environment {env_id!r}{_close(env_id)}") from e
+            raise BadInput(
+                f"unknown environment {env_id!r}{hints.close(env_id)}"
+            ) from e
         reason = " ".join(str(e).split())
         if "Gym is incompatible with Gymnasium" in reason:
             reason = OLD
@@ -175,14 +178,6 @@ def _make(name, num_envs, create):
             ) from e
         raise
     return envs
-
-
-def _close(env_id: str) -> str:
-    module, colon, name = env_id.rpartition(":")
-    by_lower = {name.lower(): name for name in gymnasium.registry}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-    names = ", ".join(f"{module}{colon}{by_lower[c]}" for c in close)
-    return f": did you mean {names}?" if close else ""
 
 
 class Environment:

@@ -85,8 +85,7 @@ def sum_of_ranks(x):
 
 
 class NormalizedEncoder(nn.Module):
-    """An encoder of normalised observations. Images, choices and bytes stay as they
-    are.
+    """An encoder of normalised observations. Images and choices stay as they are.
 
     statistics: another one's, to share.
     """
@@ -124,7 +123,7 @@ class NormalizedEncoder(nn.Module):
 
 def is_numbers(space):
     """Tells whether observations of a space that is not nested are normalised."""
-    return isinstance(space, spaces.Box) and not is_image(space) and space.dtype != "u1"
+    return isinstance(space, spaces.Box) and not is_image(space)
 
 
 class NormalizedRewards(nn.Module):

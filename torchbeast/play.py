@@ -16,7 +16,7 @@ from torchbeast.calls import create
 from torchbeast.environment import first_step
 from torchbeast.files import locked_directory, write_atomically
 from torchbeast.flags import agent_parser
-from torchbeast.messages import BadInput, log
+from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_judged, state_of_judged
 from torchbeast.tracking import Trackers
@@ -134,7 +134,7 @@ def episodes(flags, env, policy):
     try:
         step = first_step(env, flags.seed)
         if video is not None:
-            video.write(env.render())
+            video.write(first_frame(env, flags))
     except gymnasium.error.DependencyNotInstalled as e:
         raise BadInput(f"environment {flags.env!r} cannot be shown: {e}") from e
     for _ in range(flags.num_test_episodes):
@@ -157,6 +157,15 @@ def episodes(flags, env, policy):
             if (own := returns[rows])[own == own].size:
                 env.add_metrics({f"{name}_return": np.nanmean(own)})
         yield float(np.nanmean(returns)), int(step["episode_step"].max())
+
+
+def first_frame(env, flags):
+    """Returns what render() returns. Raises BadInput if it raises."""
+    try:
+        return env.render()
+    except Exception as e:
+        what = f"environment {flags.env!r} cannot be shown: {first_line(e)}"
+        raise BadInput(what) from e
 
 
 def report(flags, path, trained_steps, returns, lengths, metrics):

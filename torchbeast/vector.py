@@ -347,4 +347,7 @@ def number(x, name):
     try:
         return float(np.asarray(x).item())
     except (TypeError, ValueError, OverflowError) as e:
-        raise BadStep(f"{name} is {str(x)[:50]!r}, expected one number") from e
+        text = f"{name} is {str(x)[:50]!r}, expected one number"
+        if name == "reward" and isinstance(x, (list, tuple, np.ndarray)):
+            text += " (several agents have one each in PettingZoo's Parallel API)"
+        raise BadStep(text) from e

@@ -1,0 +1,85 @@
+"""Runs that are killed twice and resumed, beside runs that are not.
+
+    python -m benchmarks.resumed --seeds 1 2 3 --savedir DIR -- python -m monobeast \\
+        --agent r2d2 --no-use_lstm --save_replay --total_steps 300000
+
+trains each seed as whole-SEED and as killed-SEED, which gets SIGKILL after a third and
+after two thirds of --total_steps, and is started again. Prints the mean returns of all
+episodes in each tenth of the steps, as a table. The same command goes on where it
+stopped.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+from torchbeast import logs
+
+TENTHS = 10
+
+
+def rows(path):
+    try:
+        return logs.read(path / "logs.csv")
+    except OSError:
+        return []
+
+
+def train(command, path, kill_at):
+    """Trains to the end, and kills the run once it has made kill_at steps."""
+    for until in (*kill_at, None):
+        if until is not None and rows(path) and rows(path)[-1]["step"] > until:
+            continue
+        process = subprocess.Popen(command, start_new_session=True)
+        while until is not None and process.poll() is None:
+            if (found := rows(path)) and found[-1]["step"] > until:
+                os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.5)
+        if process.wait() not in (0, -signal.SIGKILL):
+            sys.exit(f"{path.name}: exit code {process.returncode}")
+
+
+def returns(path, total_steps):
+    """Yields the mean return of the episodes in each tenth."""
+    for i in range(TENTHS):
+        begin, end = i * total_steps / TENTHS, (i + 1) * total_steps / TENTHS
+        some = [r for r in rows(path) if begin < r["step"] <= end and r["episodes"]]
+        num = sum(r["episodes"] for r in some)
+        yield sum(r["episode_return"] * r["episodes"] for r in some) / max(1, num)
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    p.add_argument("--savedir", type=pathlib.Path, required=True)
+    p.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    flags = p.parse_args()
+    command = flags.command[1:]
+    total_steps = int(command[command.index("--total_steps") + 1])
+    found = {"whole": [], "killed": []}
+    for seed in flags.seeds:
+        for kind in found:
+            path = flags.savedir / f"{kind}-{seed}"
+            kill_at = (total_steps // 3, 2 * total_steps // 3) * (kind == "killed")
+            own = ["--seed", seed, "--savedir", flags.savedir, "--xpid", path.name]
+            train([*command, *map(str, own)], path, kill_at)
+            found[kind].append(list(returns(path, total_steps)))
+    steps = [(i + 1) * total_steps // TENTHS for i in range(TENTHS)]
+    print("| steps | " + " | ".join(f"{n:,}" for n in steps) + " |")
+    print("|---" * (TENTHS + 1) + "|")
+    for kind, of_seeds in found.items():
+        means = map(statistics.mean, zip(*of_seeds))
+        print(f"| {kind} | " + " | ".join(f"{x:.1f}" for x in means) + " |")
+        for seed, values in zip(flags.seeds, of_seeds):
+            print(f"| seed {seed} | " + " | ".join(f"{x:.1f}" for x in values) + " |")
+
+
+if __name__ == "__main__":
+    main()
