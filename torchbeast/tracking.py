@@ -213,7 +213,8 @@ serve(parent)"""
     def join(self, deadline):
         self._thread.join(max(0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._warn(f"did not finish within {FINISH_S} s, and was killed")
+            what = f"did not finish within {FINISH_S} s, and was killed"
+            self._warn(f"{what}: the newest lines may be missing")
         kill_group(self._process)  # And what it has started.
         self._process.wait()
 

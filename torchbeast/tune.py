@@ -259,7 +259,7 @@ def report(study):
         print("|", " | ".join(line), "|")
     complete = [t for t in trials if t.state.name == "COMPLETE"]
     if not complete:
-        log.info("no trial is complete")
+        log.info("no trial is complete; the same command goes on")
         return
     picture = study.path / "trials.png"
     plot(study, [t for t in trials if t.value is not None]).savefig(picture, dpi=120)
