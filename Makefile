@@ -16,7 +16,7 @@ cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make poly    the same with PolyBeast"
-	@echo "make test    style, units, C++ and programs, within six minutes (ARGS=\"-k name\")"
+	@echo "make test    style, units, C++ and programs, in minutes (ARGS=\"-k name\")"
 	@echo "make test-slow    what takes longer: odd environments, the wheel, learning"
 	@echo "make test-faults  programs that are killed, stopped and starved"
 	@echo "make test-long    what takes longest: learning of all agents, Slurm, Ray"

@@ -152,18 +152,15 @@ for agent, robots, num_steps, num_seeds, prefix in [
         declare(f"{prefix}-{robot.lower()}", "mujoco", agent, f"{robot}-v5",
                 f"--env {robot}-v5", num_steps, num_seeds)  # fmt: skip
 
-for agent, prefix in [
-    ("A2C", "a2c"),
-    ("PQN, Atari's preset", "pqn-preset"),
-    ("CrossQ", "crossq"),
-    ("TD3, preset", "td3-preset"),
-    ("DDPG", "ddpg"),
+for agent, prefix, env, flags, num_steps in [
+    ("A2C", "a2c", "Pong", atari("Pong"), M),
+    ("PQN, Atari's preset", "pqn-preset", "Pong", atari("Pong"), M),
+    ("CrossQ", "crossq", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
+    ("TD3, preset", "td3-preset", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
+    ("DDPG", "ddpg", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
 ]:
-    name, env, flags, num_steps = "pong", "Pong", atari("Pong"), M
-    if prefix in ("crossq", "td3-preset", "ddpg"):
-        name, env, num_steps = "halfcheetah", "HalfCheetah-v5", 200_000
-        flags = f"--env {env}"
-    declare(f"{prefix}-{name}", "presets", agent, env, flags, num_steps, 1)
+    name = f"{prefix}-{env.lower().partition('-')[0]}"
+    declare(name, "presets", agent, env, flags, num_steps, 1)
 
 EXAMPLE = f"{minatar('Breakout')} --num_actors 0"
 for name, flags in {

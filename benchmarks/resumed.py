@@ -6,7 +6,7 @@
 trains each seed as whole-SEED and as killed-SEED, which gets SIGKILL after a third and
 after two thirds of --total_steps, and is started again. Prints the mean returns of all
 episodes in each tenth of the steps, as a table. The same command goes on where it
-stopped.
+stopped, and Ctrl-C ends it with the run that it has started.
 """
 
 import argparse
@@ -36,12 +36,18 @@ def train(command, path, kill_at):
         if until is not None and rows(path) and rows(path)[-1]["step"] > until:
             continue
         process = subprocess.Popen(command, start_new_session=True)
-        while until is not None and process.poll() is None:
-            if (found := rows(path)) and found[-1]["step"] > until:
-                os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(0.5)
-        if process.wait() not in (0, -signal.SIGKILL):
-            sys.exit(f"{path.name}: exit code {process.returncode}")
+        try:
+            while until is not None and process.poll() is None:
+                if (found := rows(path)) and found[-1]["step"] > until:
+                    os.killpg(process.pid, signal.SIGKILL)
+                time.sleep(0.5)
+            code = process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
+        if code not in (0, -signal.SIGKILL):
+            sys.exit(f"{path.name}: exit code {code}")
 
 
 def returns(path, total_steps):
@@ -61,7 +67,8 @@ def main():
     p.add_argument("--savedir", type=pathlib.Path, required=True)
     p.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     flags = p.parse_args()
-    command = flags.command[1:]
+    if "--total_steps" not in (command := flags.command[1:]):
+        p.error("expected -- and a command with --total_steps")
     total_steps = int(command[command.index("--total_steps") + 1])
     found = {"whole": [], "killed": []}
     for seed in flags.seeds:

@@ -119,10 +119,11 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
         if file not in (gymnasium.envs.registration.__file__, __file__):
             text += f" ({file}:{line})"
-        elif "unexpected keyword argument" in text and name in gymnasium.registry:
-            text += f": expected {hints.arguments(gymnasium.spec(name))}"
         elif "argument" in text and what == "made":
-            text += ": give its arguments by --env_args NAME=VALUE"
+            if "unexpected keyword" in text and name in gymnasium.registry:
+                text += f": expected {hints.arguments(gymnasium.spec(name))}"
+            else:
+                text += ": give its arguments by --env_args NAME=VALUE"
         elif "pettingzoo" in text:
             text = f"environment {env_id!r} cannot be made: {PETTINGZOO}"
         elif "must inherit from the gymnasium.Env" in text:

@@ -5,6 +5,7 @@ No torch in here: environment servers import this file.
 
 import difflib
 import inspect
+import re
 
 import gymnasium
 from gymnasium.envs.registration import load_env_creator
@@ -12,10 +13,10 @@ from gymnasium.envs.registration import load_env_creator
 
 def close(env_id):
     """Returns a question with the IDs that are close to one that there is not, "" if
-    none is. Those of the module that was named, if it has any, go first."""
+    none is. If the module that was named has any, these are its own."""
     module, colon, name = env_id.rpartition(":")
     package, ids = module.partition(".")[0], gymnasium.registry
-    own = [i for i, x in ids.items() if f"{x.entry_point}".startswith(package or ":")]
+    own = [i for i, x in ids.items() if _package(x) == package] if package else []
     # With a namespace, and without one.
     by_lower = {i.lower().rpartition("/")[2]: i for i in own or ids}
     by_lower |= {i.lower(): i for i in own or ids}
@@ -24,10 +25,20 @@ def close(env_id):
     return f": did you mean {', '.join(found)}?" if found else ""
 
 
+def _package(spec):
+    entry_point = spec.entry_point
+    if not isinstance(entry_point, str):
+        entry_point = getattr(entry_point, "__module__", None) or ""
+    return re.split("[.:]", entry_point)[0]
+
+
 def arguments(spec):
     """Returns what arguments an environment's constructor takes."""
     entry_point = spec.entry_point or spec.vector_entry_point
     if isinstance(entry_point, str):
         entry_point = load_env_creator(entry_point)
-    names = list(inspect.signature(entry_point).parameters)
+    try:
+        names = list(inspect.signature(entry_point).parameters)
+    except ValueError:  # It is a function in C.
+        return "another"
     return f"one of {', '.join(names)}" if names else "none"
