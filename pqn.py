@@ -101,8 +101,10 @@ class Agent(QAgent):
         flags = self.flags
         side = smallest_side(observation_space)
         num_rollouts = ranks.current.share(flags.batch_size)
+        # A tenth of a short run is over before there are values to act by.
+        least = min(50_000, flags.total_steps // 2)
         chosen = {
-            "exploration_steps": flags.total_steps // 10,
+            "exploration_steps": max(flags.total_steps // 10, least),
             "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
             "q_lambda": 0.65,
             "learning_rate": 2.5e-4,

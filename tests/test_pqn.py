@@ -197,11 +197,11 @@ def test_minibatches_have_whole_rollouts_with_their_state_for_an_lstm(args, shap
 def test_exploration_and_the_learning_rate_fall_with_the_steps():
     args = ["--total_steps", 40 * T * B, "--learning_rate", 0.1]
     agent, batch = collect(*args)
-    assert agent.flags.exploration_steps == 4 * T * B
+    assert agent.flags.exploration_steps == 20 * T * B
     for i in range(1, 6):
         statistics = agent.learn(batch)
         assert statistics["learning_rate"] == pytest.approx(0.1 * (1 - (i - 1) / 40))
-        left = max(0, 1 - i / 4)
+        left = max(0, 1 - i / 20)
         assert statistics["exploration"] == agent.net.exploration == left
 
 
@@ -250,7 +250,9 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4 and atari.q_lambda == 0.65
-    assert atari.exploration_steps == 1_000_000
+    for steps, exploring in (1e7, 1e6), (300_000, 50_000), (100, 50):
+        flags = flags_of(OTHER, NUMBERS, "--total_steps", f"{steps:.0f}")
+        assert flags.exploration_steps == exploring
     recurrent = flags_of(OTHER, NUMBERS, "--use_lstm")
     assert recurrent.num_minibatches <= recurrent.batch_size
 
