@@ -9,6 +9,8 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
+# Where it is set, each of pytest's workers rewrites all files of tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup pong poly test test-slow test-faults test-long csrc-test csrc-test-slow \
 	proto fuzz wheel lint format bench gpu-bundle clean
@@ -38,8 +40,6 @@ poly: setup
 
 # More workers than two cores need: most tests wait now and then, those of faults mostly.
 test: lint csrc-test
-	$(python) -m pytest --collect-only tests/cuda.py tests/faults.py \
-		tests/dialing_faults.py >/dev/null
 	$(python) -m pytest -n 4 --dist worksteal $(ARGS)
 
 test-slow: csrc-test-slow $(VENV)/.slow

@@ -9,6 +9,7 @@ expression; without one, it trains.
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging.config
 import multiprocessing
 import os
@@ -438,7 +439,9 @@ class Deep(Base):
 class Huge(Base):
     """the network for Huge-v0 is larger than the memory"""
 
-    observation_space = spaces.Box(0, 255, (250_000_000,), np.uint8)
+    @functools.cached_property
+    def observation_space(self):
+        return spaces.Box(0, 255, (250_000_000,), np.uint8)
 
     def observation(self):
         return np.zeros(250_000_000, np.uint8)

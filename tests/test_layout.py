@@ -2,9 +2,12 @@
 
 import ast
 import graphlib
+import importlib
 import re
 import subprocess
 import sys
+
+import pytest
 
 from tests.programs import ROOT, args, load, run
 
@@ -43,6 +46,11 @@ import monobeast, polybeast, polybeast_env, warpbeast
 polybeast.program_parser(), polybeast_env.parser()
 for agent in "ppo", "pqn", "r2d2", "sac", "td3":
     monobeast.program_parser(agent), warpbeast.program_parser(agent)""")
+
+
+@pytest.mark.parametrize("name", ["cuda", "dialing_faults", "faults"])
+def test_what_make_test_does_not_run_can_be_imported(name):
+    importlib.import_module(f"tests.{name}")
 
 
 def test_the_top_level_of_the_distribution_is_no_more_than_what_users_edit():
