@@ -19,9 +19,9 @@ help:
 	@echo "make pong    train Pong with MonoBeast (ARGS=\"--flag value\")"
 	@echo "make poly    the same with PolyBeast"
 	@echo "make test    style, units, C++ and programs, in minutes (ARGS=\"-k name\")"
-	@echo "make test-slow    what takes longer: odd environments, the wheel, learning"
+	@echo "make test-slow    what takes longer: odd environments, learning"
 	@echo "make test-faults  programs that are killed, stopped and starved"
-	@echo "make test-long    what takes longest: learning of all agents, Slurm, Ray"
+	@echo "make test-long    what takes longest: learning of all agents, the wheel, Slurm, Ray"
 	@echo "make setup   the virtual environment $(VENV) and the C++ part, and nothing else"
 	@echo "make wheel   wheels with all that the C++ part needs, in dist/"
 	@echo "make fuzz    FUZZ_SECONDS (60) of random messages, for each side"
@@ -46,7 +46,7 @@ test-slow: csrc-test-slow $(VENV)/.slow
 	$(python) -m pytest -n 3 --dist worksteal -m "slow and not long" $(ARGS)
 
 test-long: setup $(VENV)/.long
-	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS)
+	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS) tests tests/faults.py
 
 test-faults: setup
 	$(python) -m pytest -n 6 --dist worksteal $(ARGS) \

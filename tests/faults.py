@@ -28,6 +28,8 @@ from tests.programs import (
     load,
     main,
     marked,
+    mono_first,
+    poly_first,
     private_mounts,
     read_logs,
     rollouts,
@@ -66,7 +68,7 @@ def empty_temporary_directory(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.survives("learner-killed")
-@both
+@mono_first
 def test_a_run_that_is_killed_over_and_over_loses_no_more_than_it_had_not_saved(
     savedir, module
 ):
@@ -112,7 +114,7 @@ def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
 
 
 @pytest.mark.survives("run-in-use")
-@both
+@poly_first
 def test_a_run_is_tested_while_it_is_trained(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.1) as program:
         wait_for_steps(savedir, 40)
@@ -124,7 +126,7 @@ def test_a_run_is_tested_while_it_is_trained(savedir, module):
 
 
 @pytest.mark.survives("run-directory-deleted")
-@both
+@poly_first
 def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.5) as program:
         wait_for_steps(savedir, 40)
@@ -138,7 +140,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_one_error(savedir, module):
 
 
 @pytest.mark.survives("machine-sleeps")
-@both
+@mono_first
 def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
     with start(module, savedir) as program:
         wait_for_steps(savedir, 400)
@@ -182,7 +184,7 @@ def test_too_little_shared_memory_is_one_line(tmp_path):
 
 
 @pytest.mark.survives("clock-set-back")
-@both
+@mono_first
 def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
     others = (*LOG, "--checkpoint_interval_seconds", 0.5)
     flags = args(module, savedir, *others, env=CALM)
@@ -201,7 +203,7 @@ def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
 
 
 @pytest.mark.survives("signal-at-start")
-@both
+@poly_first
 def test_a_signal_at_any_moment_of_the_start_is_no_traceback(savedir, module):
     with start(module, savedir) as program:
         began = time.monotonic()
@@ -233,7 +235,7 @@ def test_ctrl_c_while_servers_start_is_no_traceback(savedir):
 
 
 @pytest.mark.survives("signal-while-waiting", "environment-hangs")
-@both
+@poly_first
 def test_a_signal_ends_a_run_whose_learner_waits_for_rollouts(savedir, module):
     with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
         program.wait_for("sleeps for an hour")
@@ -244,7 +246,7 @@ def test_a_signal_ends_a_run_whose_learner_waits_for_rollouts(savedir, module):
 
 
 @pytest.mark.survives("second-signal")
-@both
+@poly_first
 def test_a_second_signal_ends_it_at_once(savedir, module):
     with start(module, savedir) as program:
         wait_for_steps(savedir, 40)
@@ -258,7 +260,7 @@ def test_a_second_signal_ends_it_at_once(savedir, module):
 
 
 @pytest.mark.survives("signal")
-@both
+@poly_first
 def test_a_signal_that_comes_twice_is_one(savedir, module):
     """As under timeout(1), which passes on what its process group got, too."""
     with start(module, savedir) as program:
@@ -473,6 +475,7 @@ def test_another_environment_at_the_same_address_is_refused(tmp_path):
         end(learner, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.survives("many-servers")
 def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
     flags = polybeast_env.parser().parse_args(["--env", "CartPole-v1"])
@@ -530,6 +533,7 @@ def test_each_rank_is_killed_in_turn_and_the_run_goes_on(savedir):
     assert load(savedir)["step"] == steps[-1]
 
 
+@pytest.mark.long
 @pytest.mark.survives("rank-stopped")
 def test_a_rank_that_is_stopped_is_given_up_and_the_run_is_resumed(savedir):
     with start_ranks("monobeast", savedir, 2, restarts=1) as program:

@@ -133,12 +133,12 @@ def pythons():
     return found
 
 
-# PyTorch's standard build has several GB, so the others are left to make test-long.
+# PyTorch's standard build has several GB.
 each_python = pytest.mark.parametrize(
     "python",
     [
-        pytest.param(x, marks=pytest.mark.slow if x == OURS else pytest.mark.long)
-        for x in ("3.10", "3.11", "3.12", "3.13")
+        pytest.param(version, marks=pytest.mark.long)
+        for version in ("3.10", "3.11", "3.12", "3.13")
     ],
 )
 

@@ -191,6 +191,7 @@ class Spread(VectorEnv):
         return np.concatenate(parts, 1).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_values_do_not_run_away_where_every_episode_is_cut_off():
     """They are bootstrapped from values of states that nothing else is learned about:
     with those of Atari, losses of 1e10 were seen in these 20,000 steps."""

@@ -139,7 +139,7 @@ def test_two_learners_share_the_hosts_processes(savedir, tmp_path):
         end(host)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("learner-moved")
 def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monkeypatch):
     one, two = here(), here()
@@ -153,7 +153,7 @@ def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monke
         end(host)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_follow_a_learner_whose_address_is_in_a_file(savedir, tmp_path):
     one, two = here(), here()
     path = tmp_path / "learners"

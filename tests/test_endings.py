@@ -76,7 +76,7 @@ def test_a_signal_that_a_simulator_gets_too_ends_a_serial_run_in_order(
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("signal")
 @poly_first
 def test_nor_is_it_a_fault_of_actors_or_servers(savedir, simulator, module):
@@ -105,16 +105,16 @@ def moment(module, others, workers, number, signum, *marks):
     ("module", "others", "workers", "number", "signum"),
     [
         moment("monobeast", SERIAL, 0, 3, signal.SIGINT, slow),
-        moment("monobeast", (), 1, 3, signal.SIGINT, slow),
+        moment("monobeast", (), 1, 3, signal.SIGINT, long),
         moment("polybeast", (), 1, 3, signal.SIGINT, slow),
         moment("monobeast", SERIAL, 0, 1, signal.SIGTERM, long),
-        moment("monobeast", SERIAL, 0, 6, signal.SIGINT, slow),
+        moment("monobeast", SERIAL, 0, 6, signal.SIGINT, long),
         moment("monobeast", (), 0, 2, signal.SIGINT, long),
         moment("monobeast", (), 1, 6, signal.SIGTERM, long),
         moment("polybeast", (), 0, 1, signal.SIGINT, slow),
         moment("polybeast", (), 0, 2, signal.SIGTERM, long),
         moment("polybeast", (), 1, 1, signal.SIGTERM, long),
-        moment("polybeast", (), 1, 6, signal.SIGINT, slow),
+        moment("polybeast", (), 1, 6, signal.SIGINT, long),
     ],
 )
 def test_environments_are_closed_after_a_signal_that_comes_while_they_are_made(

@@ -141,6 +141,7 @@ def test_it_ends_when_the_learner_is_gone():
     assert evaluator._process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @mono_first
 def test_runs_log_it_and_leave_no_process(module, tmp_path):
     options = "--eval_interval_steps", 500, "--num_test_episodes", 2

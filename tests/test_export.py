@@ -162,7 +162,7 @@ def test_weights_that_float16_cannot_hold_stay_as_they_are():
     assert written["small"].dtype == torch.float16
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trained_agent_plays_as_well_from_a_small_checkpoint(tmp_path):
     train(tmp_path, env="tests.envs:torchbeast/Catch-v0", steps=60_000)
     assert write(tmp_path, "small.tar") == 0

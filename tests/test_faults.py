@@ -294,6 +294,7 @@ def started(module, savedir, *others, **kwargs):
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.survives("terminal-closed")
 @mono_first
 def test_a_terminal_that_is_closed_ends_a_run_as_a_signal_does(savedir, module):

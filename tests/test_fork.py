@@ -87,7 +87,7 @@ def test_the_edit_of_fork_md_fits_what_it_edits(copy):
     follow(copy, "git apply --check edit.diff")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whoever_follows_fork_md_gets_what_it_says(copy):
     found = blocks()
     agent, env, *_, wrapper, bonus = found["python"]

@@ -64,7 +64,7 @@ def compare(case, updates, path, monkeypatch, equal=True):
 
 
 @pytest.mark.parametrize(
-    "case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)]
+    "case", [QUICK, *(pytest.param(case, marks=pytest.mark.long) for case in CASES)]
 )
 def test_replayed_gradient_steps_are_those_that_are_launched_one_by_one(
     case,

@@ -134,7 +134,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args, savedir):
 # What runs.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_resumed_until_it_is_complete_and_then_skipped(savedir):
     def again(steps, *others, code=0):
         words = *command(*CATCH), "--total_steps", steps, *others

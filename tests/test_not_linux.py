@@ -115,8 +115,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", PROGRAMS)
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("monobeast", marks=pytest.mark.long),
+        pytest.param("warpbeast", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_trains_resumes_and_plays(module, hidden, savedir):
     flags = PROGRAMS[module]
     if module == "monobeast":
@@ -143,7 +148,7 @@ def test_nothing_is_left_of_monobeast_when_it_is_ended(signum, code, hidden, sav
         assert program.end() == code
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launcher_runs_two_at_a_time(hidden, savedir):
     words = ["--slots", "2" if machine.num_cores() > 1 else "1", "--seed", "1,2", "--"]
     words += [sys.executable, "-m", "monobeast", "--env", "CartPole-v1"]

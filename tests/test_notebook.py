@@ -27,7 +27,7 @@ def test_the_notebook_is_small_was_run_and_names_no_machine():
     assert "/tmp/" not in text and "Error" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_clones_trains_plots_and_plays(repository, tmp_path, monkeypatch):
     """It clones a copy of the working tree."""
     import nbclient

@@ -234,7 +234,7 @@ def test_a_start_leaves_finished_runs_in_the_temporary_directory():
     assert sorted(p.name for p in directory.iterdir()) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stream_may_have_a_thousand_environments_and_more(savedir):
     flags = ("--num_servers", 1, "--envs_per_server", 1500, "--unroll_length", 2)
     result = main(*small_run(savedir, *flags, steps=6000), module="polybeast")
@@ -366,6 +366,7 @@ def test_servers_of_others_go_with_an_agents_own_number_of_servers(agent):
     assert flags.num_servers > 0
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_alone_in_its_process_is_learned_from_elsewhere(savedir):
     address, env = f"127.0.0.1:{free_port()}", "tests.hostile_envs:OneAProcess-v0"
     with servers("--num_servers", 1, "--envs_per_server", 1, "--address", address,

@@ -89,6 +89,7 @@ def test_all_hosts_vanish_without_a_word_and_come_back(tmp_path):
             server.wait_for("disconnected")
 
 
+@pytest.mark.slow
 @pytest.mark.survives("server-killed")
 def test_a_killed_server_and_its_return_are_logged_and_training_never_stops(tmp_path):
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))

@@ -244,7 +244,7 @@ def test_killed_actor_is_replaced_and_training_goes_on(savedir):
     assert steps == list(range(40, steps[-1] + 1, 40))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
     """What it forked keeps the actor's end of the pipe open."""
     with Program(
@@ -258,6 +258,7 @@ def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
         assert program.end() == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 @poly_first
 @pytest.mark.survives("signal-at-start")
 def test_a_signal_while_an_environment_is_made_ends_what_it_has_started(

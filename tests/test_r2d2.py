@@ -486,7 +486,13 @@ def test_a_run_with_few_copies_says_so_in_a_line(steps, says, monkeypatch):
     assert len(lines) == len(expected) == says
 
 
-@pytest.mark.parametrize("args", [pytest.param([], marks=pytest.mark.slow), DQN])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param([], marks=pytest.mark.long),
+        pytest.param(DQN, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_resumed_with_an_empty_replay_and_says_so(tmp_path, args):
     def train(steps):
         return main("--agent", "r2d2", "--env", "CartPole-v1", "--num_actors", 0,
@@ -507,11 +513,11 @@ def ratio_of(savedir):
     return float(rows[-1]["replay_ratio"]), rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("env", "ratio"),
     [
-        pytest.param("CartPole-v1", 16, id="slow learner", marks=pytest.mark.long),
+        pytest.param("CartPole-v1", 16, id="slow learner"),
         pytest.param("tests.faulty_envs:Quick-v0", 1, id="slow actors"),
     ],
 )
@@ -543,10 +549,8 @@ def test_a_signal_does_not_wait_for_all_gradient_steps_that_are_due(tmp_path, mo
     assert (tmp_path / "x" / "model.tar").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "agent", [["r2d2"], pytest.param(["sac"], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("agent", [["r2d2"], ["sac"]])
 def test_several_learners_learn_the_same_from_replays_of_their_own(tmp_path, agent):
     env = "Pendulum-v1" if agent == ["sac"] else "CartPole-v1"
     args = ["--agent", *agent, "--env", env, "--num_actors", 0, "--xpid", "x"]

@@ -32,6 +32,8 @@ from torchbeast.process import Signals
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 RESTARTS = ("--standalone", "--max-restarts", "2")
+EXTRA = r"the statistic extra is \[\] on rank 1, missing on rank 0"
+long = pytest.mark.long
 
 
 def serial(savedir, *others, **kwargs):
@@ -60,7 +62,7 @@ def test_what_two_ranks_put_together_is_what_one_with_both_batches_has():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.long
+@long
 def test_ranks_of_one_host_listen_on_loopback_whatever_address_the_host_has(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.2 {platform.node()}\n")
@@ -69,7 +71,7 @@ def test_ranks_of_one_host_listen_on_loopback_whatever_address_the_host_has(tmp_
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
+@long
 def test_a_run_goes_on_with_another_number_of_ranks(savedir):
     result = run(*serial(savedir, steps=800), ranks=2)
     assert result.returncode == 0, result.stderr
@@ -94,7 +96,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(savedir):
     assert [int(row["step"]) for row in read_logs(path)][-3:] == [1380, 1440, 1500]
 
 
-@pytest.mark.long
+@long
 def test_the_same_seed_gives_the_same_losses(tmp_path):
     losses = []
     for name in ("a", "b"):
@@ -104,6 +106,7 @@ def test_the_same_seed_gives_the_same_losses(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.survives("rank-signal")
 @mono_first
 def test_a_signal_to_one_rank_ends_all_at_the_same_update(savedir, module):
@@ -120,7 +123,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_update(savedir, module):
     assert f"step {step} of" in program.output
 
 
-@pytest.mark.long
+@long
 @pytest.mark.survives("rank-signal")
 def test_a_signal_to_torchrun_ends_all_with_a_checkpoint(savedir):
     with Program(*serial(savedir), ranks=2) as program:
@@ -152,7 +155,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
 
 @pytest.mark.slow
 @pytest.mark.survives("rank-stopped")
-@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("nccl", [pytest.param(False, marks=long), True])
 def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch, nccl):
     """Without actor processes, all that the others do waits for its gradients. Those
     that NCCL sums may not be whole."""
@@ -174,7 +177,7 @@ def test_a_rank_that_is_stopped_in_an_update_is_given_up(savedir, monkeypatch, n
         assert load(savedir)["updates"] == 20
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.survives("rank-stopped")
 def test_a_second_signal_ends_a_rank_that_waits_for_one_that_is_stopped(
     savedir, monkeypatch
@@ -198,20 +201,18 @@ def test_a_second_signal_ends_a_rank_that_waits_for_one_that_is_stopped(
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("raises", "rank 1: KeyError: 'nothing'"),
-        pytest.param("exits", "rank 1: SystemExit: enough", marks=pytest.mark.long),
+        pytest.param("raises", "rank 1: KeyError: 'nothing'", marks=long),
+        pytest.param("exits", "rank 1: SystemExit: enough", marks=long),
         (
             "nan",
             r"total_loss is nan at step 840 \(update 21\) on rank 1; no checkpoint",
         ),
-        ("refuses", "error: not on this host"),
-        ("adds", r"the statistic extra is \[\] on rank 1, missing on rank 0"),
+        pytest.param("refuses", "error: not on this host", marks=long),
+        pytest.param("adds", EXTRA, marks=long),
+        pytest.param("renames", EXTRA, marks=long),
         pytest.param(
-            "renames",
-            r"the statistic extra is \[\] on rank 1, missing on rank 0",
-            marks=pytest.mark.long,
+            "differs", "the weights' hash is [0-9a-f]* on rank 1, ", marks=long
         ),
-        ("differs", "the weights' hash is [0-9a-f]* on rank 1, "),
     ],
 )
 def test_what_goes_wrong_on_one_rank_ends_all_and_names_it(
@@ -244,15 +245,13 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(savedir):
     assert "Traceback" not in program.output
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.survives("torchrun-stopped")
 @pytest.mark.parametrize(
     "signum, message",
     [
         (signal.SIGKILL, "another rank is gone: "),
-        pytest.param(
-            signal.SIGTERM, "rank 1: stopped by SIGTERM", marks=pytest.mark.long
-        ),
+        (signal.SIGTERM, "rank 1: stopped by SIGTERM"),
     ],
 )
 def test_ranks_end_while_torchrun_does_not_answer(savedir, signum, message):
@@ -338,7 +337,7 @@ def test_a_part_of_torchruns_variables_is_one_line(savedir, monkeypatch):
     assert line.startswith("monobeast: error: WORLD_SIZE is set, as torchrun does it:")
 
 
-@pytest.mark.slow
+@long
 def test_what_ranks_cannot_learn_together_is_refused_in_one_line(savedir):
     line = refusal(*serial(savedir, "--batch_size", 3), ranks=2)
     assert line == (
@@ -352,7 +351,7 @@ def test_what_ranks_cannot_learn_together_is_refused_in_one_line(savedir):
     assert not savedir.exists()
 
 
-@pytest.mark.slow
+@long
 def test_a_run_that_could_not_be_resumed_is_refused(savedir):
     flags = ("--max-restarts", "1", "--master-port", str(free_port()))
     line = refusal("--savedir", savedir, ranks=2, torchrun=flags)
@@ -376,7 +375,7 @@ def test_ranks_with_different_flags_are_refused(savedir):
     assert not savedir.exists()
 
 
-@pytest.mark.long
+@long
 def test_three_ranks_learn(savedir):
     """With gradients of all of them: each alone has a batch of one."""
     flags = ("--env", "tests.envs:torchbeast/Catch-v0", "--savedir", savedir, "--xpid",
@@ -387,7 +386,7 @@ def test_three_ranks_learn(savedir):
     assert sum(load(savedir)["returns"]) > 90
 
 
-@pytest.mark.slow
+@long
 def test_ppo_normalizes_alike_on_all_ranks(savedir):
     flags = [
         "--agent",

@@ -159,7 +159,7 @@ def test_a_full_disk_costs_the_replay_alone(tmp_path, monkeypatch):
     assert not list((tmp_path / "x").glob("*.tmp"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_benchmark_kills_a_run_twice_and_compares_it_with_a_whole_one(tmp_path):
     command = (
         "--agent r2d2 --no-use_lstm --save_replay --num_actors 0 --env CartPole-v1"

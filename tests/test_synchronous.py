@@ -69,7 +69,7 @@ def test_a_killed_actor_holds_no_batch_up(tmp_path):
     assert lags(tmp_path) == {0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.survives("server-killed")
 def test_a_server_killed_in_mid_rollout_holds_no_batch_up(tmp_path):
     """Its rollouts are the other one's to make, and it is taken up again."""

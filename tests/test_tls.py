@@ -204,6 +204,7 @@ def health(address, credentials=None):
         return check(health_pb2.HealthCheckRequest(), timeout=10).status
 
 
+@pytest.mark.slow
 @pytest.mark.survives("no-certificate")
 def test_learners_train_over_tls_and_nobody_else_is_let_in(certs, tmp_path):
     ours, others = certs / "ours", certs / "others"

@@ -207,7 +207,7 @@ def test_a_run_that_begins_anew_has_another_id(tmp_path):
     assert ids[0] == ids[1] != ids[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_several_learners_the_first_one_tracks(savedir, modules):
     env = {**os.environ, "PYTHONPATH": f"{modules}"}
     track = flags(savedir, "--track", "notes_tracker")

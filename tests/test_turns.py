@@ -528,7 +528,7 @@ def test_no_forbidden_move_is_made_in_pettingzoos_games(module, game, agent, sav
     assert sum(float(row["episodes"]) for row in logs) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @poly_first
 def test_what_is_paid_while_others_act_is_learned_from(module, savedir):
     flags = small(module, savedir, "--entropy_cost", 0.001, env="Answer", steps=20_000)

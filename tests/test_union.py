@@ -223,7 +223,10 @@ def test_policies_of_unequal_spaces_learn_resume_and_are_tested(module, savedir,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["ppo", "r2d2", "pqn"])
+@pytest.mark.parametrize(
+    "agent",
+    [*(pytest.param(x, marks=pytest.mark.long) for x in ("ppo", "r2d2")), "pqn"],
+)
 def test_each_agent_has_policies_of_unequal_spaces(savedir, agent):
     others = {"r2d2": ["--replay_start", 100, "--replay_size", 1000]}
     flags = args("monobeast", savedir, "--policies", UNLIKE, "--agent", agent,

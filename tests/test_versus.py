@@ -9,7 +9,7 @@ import pytest
 
 from examples import connect_four
 from tests import turn_envs
-from tests.programs import args, main, read_logs, refusal
+from tests.programs import args, both, main, read_logs, refusal
 from torchbeast import environment, play, ratings, versus
 from torchbeast.messages import BadInput
 
@@ -142,8 +142,8 @@ def test_who_wins_all_games_has_a_rating_all_the_same():
     found = ratings.elo({(1, "random"): 10, ("random", 1): 0}, "random")
     assert found["random"] == 0
     assert found[1] == pytest.approx(400 * math.log10(10.5 / 0.5), abs=0.1)
-    both = {(1, "random"): 10, ("random", 1): 0, (2, 1): 10, (1, 2): 0}
-    found = ratings.elo(both, "random")
+    wins = {(1, "random"): 10, ("random", 1): 0, (2, 1): 10, (1, 2): 0}
+    found = ratings.elo(wins, "random")
     assert found[2] == pytest.approx(2 * found[1], abs=0.1)
 
 
@@ -184,13 +184,8 @@ class Fixed:
 # The programs.
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param("polybeast", marks=pytest.mark.slow),
-        pytest.param("monobeast", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@both
 def test_ratings_are_logged_and_opponents_are_played(module, savedir):
     run = args(module, savedir, "--opponents", 2, "--opponent_interval", 400,
                "--eval_interval_steps", 400, "--num_test_episodes", 4,

@@ -366,7 +366,7 @@ def test_what_is_not_finite_is_named(env, field, tmp_path):
     assert f"warp/{env}: a number in the {field} of agent is not fini" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_learners_share_the_environments(tmp_path):
     args = warp_run(tmp_path, *GRID, "--num_envs", 8, steps=2400)
     result = run(*args, module="warpbeast", ranks=2)
@@ -416,7 +416,7 @@ LEARNED = [  # Environment, flags, steps, return.
     ("env", "flags", "steps", "expected"),
     [
         pytest.param(
-            *x, marks=pytest.mark.slow if x[0] == "Catch" else pytest.mark.long
+            *x, marks=pytest.mark.slow if x == LEARNED[1] else pytest.mark.long
         )
         for x in LEARNED
     ],
@@ -430,7 +430,7 @@ def test_it_learns(tmp_path, env, flags, steps, expected):
     assert mean_of_last(tmp_path) > expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whoever_follows_warp_md_gets_what_it_says(tmp_path):
     text = (ROOT / "docs/warp.md").read_text()
     [code] = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
