@@ -14,7 +14,6 @@ what ends it.
 
 try:
     from _libtorchbeast import (
-        GRPC_VERSION,
         ActorPool,
         AsyncError,
         Batch,
@@ -33,7 +32,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
-    "GRPC_VERSION",
     "ActorPool",
     "AsyncError",
     "Batch",

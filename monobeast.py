@@ -82,7 +82,7 @@ class Actor:
         self.step = env.initial(seed)
         # The last K + 1 steps of the rollout before, which the next rollout repeats.
         self.overlap = map_structure(lambda x: x[None], self.step)
-        self.burn_in = rollouts.burn_in(agent)  # K, mostly 0.
+        self.burn_in = agent.burn_in  # K, mostly 0.
         self.core_states = deque(maxlen=self.burn_in + 1)  # The last one is current.
         self.core_states.append(agent.initial_state(env.num_envs))
 

@@ -366,7 +366,7 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
         seed=seeds.derive_seed(flags.seed, learner.run.step, ranks.current.rank),
         max_rollouts=learner.rollouts_left,
         step=map_structure(torch.as_tensor, step),
-        burn_in=rollouts.burn_in(learner.agent),
+        burn_in=learner.agent.burn_in,
         one_episode=flags.one_episode_rollouts,
         **sources.options,
     )

@@ -180,7 +180,8 @@ class Agent(QAgent):
     def gradient_step(self):
         flags = self.flags
         num = flags.replay_batch_size // ranks.current.num
-        beta = replay.importance_exponent(flags, self.step)
+        first, last = flags.importance_exponent
+        beta = first + (last - first) * (1 - self.fraction_left())
         batch, items = self.replay.sample(num, beta)
         self.credit.leave_out_padding(batch)
         statistics, errors, real = self.graphs.of(self.learn_from, batch)()

@@ -115,7 +115,7 @@ class Rollouts:
         if flags.compile:
             self.step_envs = torch.compile(self.envs.step, dynamic=False)
         self.buffers, self.core_states = {}, {}
-        self.burn_in = max(map(rollouts.burn_in, agents.values()))  # K, mostly 0.
+        self.burn_in = max(agent.burn_in for agent in agents.values())  # K, mostly 0.
         sizes = policy_sizes(env)
         for name, agent in agents.items():
             num = num_envs * sizes[name]
@@ -184,7 +184,7 @@ class Rollouts:
         K, T, carry, metrics = self.burn_in, self.T, self.carry, {}
         states = {name: deque(x, maxlen=K + 1) for name, x in self.core_states.items()}
         for name, buffers in self.buffers.items():
-            map_structure(_copy, states[name][0], buffers["core_state"])
+            map_structure(torch.Tensor.copy_, buffers["core_state"], states[name][0])
             if self._num > 0:  # Repeat the end of the rollout before.
                 for key, nest in buffers.items():
                     n = K + 1 if key in self.fields else K
@@ -207,9 +207,9 @@ class Rollouts:
             self._write(step, t + 1)
             for name, x in totals.items():
                 metrics[name] = metrics.get(name, 0) + x
-        map_structure(_copy, carry, self.carry)
+        map_structure(torch.Tensor.copy_, self.carry, carry)
         for name, x in self.core_states.items():
-            map_structure(_copy, tuple(states[name]), x)
+            map_structure(torch.Tensor.copy_, x, tuple(states[name]))
         self.metrics = metrics
         self._finite.copy_(torch.stack([self._good(*x) for x in self._checked]))
 
@@ -232,10 +232,6 @@ class Rollouts:
                 self._of_envs(buffer[t : t + 1]).copy_(x[:, part])
 
             map_structure(write, step, self.buffers[name])
-
-
-def _copy(x, into):
-    into.copy_(x)
 
 
 def _repeat(x, T, n):

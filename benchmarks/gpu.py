@@ -1,10 +1,8 @@
 """Learning, inference and whole runs on a GPU: frames and steps per second.
 
     python benchmarks/gpu.py --out DIR [--parts NAME ...] [--seconds 4]
-    python benchmarks/gpu.py --out DIR --plot
 
-Adds its results to DIR/gpu.json, each as it comes; --plot makes DIR/gpu.png of them.
-See gpu.sh.
+Adds its results to DIR/gpu.json, each as it comes. See gpu.sh.
 """
 
 import argparse
@@ -22,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
-import vtrace  # noqa: E402
 from benchmarks import limit, throughput  # noqa: E402
 from torchbeast import machine  # noqa: E402
 
@@ -69,42 +66,6 @@ def inference(seconds):
             yield f"{n}, {precision}", lambda s=stage, n=n: rate(s(), n, seconds / 4)
 
 
-def vtrace_us(seconds):
-    """Microseconds of V-trace at 20 x 32: as it is, compiled, and as a loop."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = {
-        name: torch.rand(20, 32, device=device)
-        for name in ("log_rhos", "discounts", "rewards", "values")
-    }
-    x["bootstrap_value"] = torch.rand(32, device=device)
-
-    def loop(log_rhos, discounts, rewards, values, bootstrap_value):
-        rhos = log_rhos.exp().clamp(max=1)
-        next_values = torch.cat([values[1:], bootstrap_value[None]])
-        deltas = rhos * (rewards + discounts * next_values - values)
-        acc, vs = torch.zeros_like(bootstrap_value), []
-        for s in reversed(range(20)):
-            acc = deltas[s] + discounts[s] * rhos[s] * acc
-            vs.append(acc + values[s])
-        return torch.stack(vs[::-1])
-
-    def wait(function):
-        def call():
-            function(**x)
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-        return call
-
-    variants = {
-        "scan (as it is)": vtrace.from_importance_weights,
-        "compiled": torch.compile(vtrace.from_importance_weights),
-        "loop": loop,
-    }
-    for name, function in variants.items():
-        yield name, lambda f=function: 1e6 / rate(wait(f), 1, seconds / 4)
-
-
 def environments(seconds):
     """Steps per second of the environments of this machine alone, by processes."""
     cores = os.cpu_count()
@@ -139,28 +100,6 @@ def runs(seconds):
         )
 
 
-def plot(results, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    parts = [part for part in PARTS if results.get(part) and part != "vtrace_us"]
-    figure, axes = plt.subplots(
-        1, len(parts), figsize=(5 * len(parts), 4), layout="constrained", squeeze=False
-    )
-    for axis, part in zip(axes[0], parts):
-        values = {
-            name: x["steps_per_second"] if isinstance(x, dict) else x
-            for name, x in results[part].items()
-            if not isinstance(x, str)
-        }
-        axis.barh(list(values), list(values.values()))
-        axis.set_title(f"{part}: steps per second")
-        axis.invert_yaxis()
-    figure.savefig(path)
-
-
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,16 +107,8 @@ def main():
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     p.add_argument("--seconds", type=float, default=4)
-    p.add_argument("--plot", action="store_true")
     options = p.parse_args()
     path = options.out / "gpu.json"
-    if options.plot:
-        plot(json.loads(path.read_text()), options.out / "gpu.png")
-    else:
-        measure(options, path)
-
-
-def measure(options, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     results["machine"] = machine.meta(limit.parse("polybeast", PONG))
@@ -201,8 +132,7 @@ def attempt(function):
 
 
 PARTS = {
-    part.__name__: part
-    for part in (vtrace_us, inference, learner, compiled, environments, runs)
+    part.__name__: part for part in (inference, learner, compiled, environments, runs)
 }
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())"
     tests) tests 140 "not slow" ;;
     programs) tests 500 slow ;;
     warp) run 80 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
-    inference) gpu 40 inference vtrace_us ;;
+    inference) gpu 40 inference ;;
     learner) gpu 60 learner ;;
     compiled) gpu 300 compiled ;;
     runs) gpu 180 environments runs ;;

@@ -2,11 +2,11 @@
 
     python benchmarks/limit.py [--program polybeast] [--seconds 5] [the program's flags]
 
-Measures each alone, in one process for each core at once: an environment's step (raw,
-and as the program steps it), the network for one step at the batch sizes that occur,
-and an update for one step at the learner's batch. A step needs one of each, so the
-limit is 1 / (sum of seconds per step), agent steps per second of the whole machine.
-Prints a table, and JSON on the last line.
+Measures each alone, in one process for each core at once: an environment's step, the
+network for one step in a batch of all environments that it acts for, and an update for
+one step at the learner's batch. A step needs one of each, so the limit is 1 / (sum of
+seconds per step), agent steps per second of the whole machine. Prints a table, and JSON
+on the last line.
 """
 
 import argparse
@@ -22,9 +22,8 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import atari_wrappers  # noqa: E402
 import polybeast_env  # noqa: E402
-from torchbeast import environment, machine  # noqa: E402
+from torchbeast import machine  # noqa: E402
 from torchbeast.nests import map_structure  # noqa: E402
 from torchbeast.process import keep_freed_memory  # noqa: E402
 
@@ -49,35 +48,6 @@ def environment_stage(flags, num_envs):
     rng = np.random.default_rng(0)
     shape = (env.num_envs, *action.shape)
     return lambda: env.step(rng.integers(0, action.num_choices, shape))
-
-
-def raw_environment_stage(flags):
-    """The game alone: frames as the emulator makes them, no preprocessing; or the
-    Gymnasium environment alone. A function that makes one agent step."""
-
-    if not atari_wrappers.is_atari(flags.env):
-        env = environment.make(flags.env)
-        env = env[0] if isinstance(env, list) else env
-        skip = 1
-    else:
-        import ale_py
-        import gymnasium
-
-        gymnasium.register_envs(ale_py)
-        env, skip = gymnasium.make(flags.env), 4
-    env.reset(seed=0)
-    actions = [env.action_space.sample() for _ in range(100)]
-    step = 0
-
-    def make_step():
-        nonlocal step
-        step += 1
-        for _ in range(skip):
-            _, _, terminated, truncated, _ = env.step(actions[step % 100])
-            if np.any(terminated) or np.any(truncated):
-                env.reset()
-
-    return make_step
 
 
 def make_agent(flags, env):
@@ -151,10 +121,6 @@ def update_stage(flags):
 
 def stage(flags, name):
     """(function, agent steps it is about)"""
-    if name == "raw environment":
-        return raw_environment_stage(flags), 1
-    if name == "environment, single":
-        return environment_stage(flags, 1), 1
     if name == "environment":
         n = envs_together(flags)
         return environment_stage(flags, n), n
@@ -215,23 +181,11 @@ def measure(program, args, seconds):
     """{stage: steps per second of the machine}, "limit" among them."""
     flags = parse(program, args)
     cores = machine.num_cores()
-    batches = inference_batches(program, flags)
-    names = [f"inference at {n}" for n in batches]
-    rates = {}
-    for name in ["raw environment", "environment, single", "environment", *names]:
-        rates[name] = rate(program, args, name, seconds, cores)
-    rates["update"] = rate(program, args, "update", seconds, cores)
-    used = ("environment", names[-1], "update")
-    rates["limit"] = 1 / sum(1 / rates[name] for name in used)
+    n = envs_together(flags) * getattr(flags, "num_servers", 1)
+    names = "environment", f"inference at {n}", "update"
+    rates = {name: rate(program, args, name, seconds, cores) for name in names}
+    rates["limit"] = 1 / sum(1 / x for x in rates.values())
     return rates
-
-
-def inference_batches(program, flags):
-    """1, what one process steps together, and all environments: the last one counts."""
-    n = envs_together(flags)
-    if program == "monobeast":
-        return sorted({1, n})
-    return sorted({1, n, n * flags.num_servers})
 
 
 def main():

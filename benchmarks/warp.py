@@ -14,12 +14,9 @@ is the same environment there, as a user starts it; for CartPole also with Gymna
 """
 
 import argparse
-import csv
 import json
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -27,6 +24,7 @@ import numpy as np
 import torch
 
 import warpbeast
+from benchmarks import throughput
 from tests import warp_references
 from torchbeast import machine, policies
 from torchbeast.flags import parse_args
@@ -36,7 +34,6 @@ from torchbeast.run import Run
 from torchbeast.warp import autoreset
 from torchbeast.warp.consistency import random_actions
 
-ROOT = pathlib.Path(__file__).parent.parent
 GRID, PLANE = "warp/TagGridWorld", "warp/Tag"
 FIVE = ["num_taggers=1", "num_runners=4", "num_nearest=4"]
 # Name: (--env, --env_args, --hidden_sizes, environments on a CPU, on a GPU).
@@ -171,23 +168,11 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def monobeast(env_id, env_args, num_agents, seconds, savedir):
+def monobeast(env_id, env_args, num_agents, seconds):
     """Env steps per second of the program."""
-    command = [sys.executable, "-m", "monobeast", "--env", env_id, "--xpid", "x"]
-    command += ["--savedir", savedir, "--log_interval_steps", "1000"]
-    if env_args:
-        command += ["--env_args", *env_args]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    time.sleep(10 + seconds)
-    process.terminate()
-    process.wait()
-    with open(pathlib.Path(savedir) / "x" / "logs.csv", newline="") as f:
-        rows = [(float(r["seconds"]), int(r["step"])) for r in csv.DictReader(f)]
-    (end, last), half = rows[-1], rows[-1][0] / 2
-    begin, first = next(row for row in rows if row[0] >= half)
-    return (last - first) / (end - begin) / num_agents
+    args = ["--env", env_id, *(["--env_args", *env_args] if env_args else [])]
+    result = throughput.measure("monobeast", args, seconds)
+    return result["steps_per_second"] / num_agents
 
 
 def main():
@@ -212,15 +197,9 @@ def main():
                 if device.type == "cpu":
                     numbers["loop"] = case.loop(flags.seconds)
                     args = case.env_id, case.env_args, case.num_agents
-                    numbers["monobeast"] = monobeast(*args, flags.seconds, savedir)
+                    numbers["monobeast"] = monobeast(*args, flags.seconds)
                     if name == "CartPole":
-                        args = (
-                            "CartPole-v1",
-                            [],
-                            1,
-                            flags.seconds,
-                            f"{savedir}/gymnasium",
-                        )
+                        args = "CartPole-v1", [], 1, flags.seconds
                         numbers["monobeast, Gymnasium's"] = monobeast(*args)
             for key, x in numbers.items():
                 found[name].setdefault(key, []).append(x)

@@ -554,30 +554,18 @@ class ActorPool {
   }
 
  private:
-  // A host's share of max_envs, for as long as its stream lasts.
-  class Room {
-   public:
-    Room(ActorPool* pool, int64_t num_envs) : pool_(pool), num_envs_(num_envs) {
-      std::lock_guard<std::mutex> lock(pool_->mu_);
-      const int64_t left = pool_->options_.max_envs - pool_->num_envs_;
-      if (num_envs_ > left) {
-        throw std::runtime_error("the learner's memory is for " + std::to_string(left) +
-                                 " more environments, this stream has " +
-                                 std::to_string(num_envs_));
-      }
-      pool_->num_envs_ += num_envs_;
+  // Returns num_envs. What hosts' streams have together is at most max_envs.
+  int64_t take_envs(Actor* actor, int64_t num_envs) {
+    std::lock_guard<std::mutex> lock(mu_);
+    int64_t left = options_.max_envs;
+    for (const Actor& guest : guests_) left -= guest.status.num_envs;
+    if (actor->status.dialed_in && num_envs > left) {
+      throw std::runtime_error("the learner's memory is for " + std::to_string(left) +
+                               " more environments, this stream has " +
+                               std::to_string(num_envs));
     }
-    Room(const Room&) = delete;
-    Room& operator=(const Room&) = delete;
-    ~Room() {
-      std::lock_guard<std::mutex> lock(pool_->mu_);
-      pool_->num_envs_ -= num_envs_;
-    }
-
-   private:
-    ActorPool* const pool_;
-    const int64_t num_envs_;
-  };
+    return actor->status.num_envs = num_envs;
+  }
 
   // What an actor does on one stream once the server has said Welcome: it asks for the
   // agent's outputs, sends their actions, takes steps, and delivers rollouts.
@@ -591,10 +579,9 @@ class ActorPool {
           writer_(writer),
           reader_(reader),
           response_(std::move(welcome)),
-          num_envs_(response_->welcome().num_envs()),
           spec_(decode_spec(response_->welcome().step())),
           action_spec_(decode_spec(response_->welcome().action())),
-          room_(pool, (check_specs(), actor->status.dialed_in ? num_envs_ : 0)),
+          num_envs_(pool->take_envs(actor, check_specs())),
           num_actions_(options_.burn_in + options_.unroll_length),
           rollout_(num_actions_, spec_, options_.burn_in + 1, options_.one_episode),
           waits_(find_waits()),
@@ -610,7 +597,6 @@ class ActorPool {
       {
         std::lock_guard<std::mutex> lock(pool_->mu_);
         actor_->status.state = "running";
-        actor_->status.num_envs = num_envs_;
         actor_->status.environment = response_->welcome().environment();
         pool_->reached_ = true;
       }
@@ -651,13 +637,16 @@ class ActorPool {
       std::deque<Nest<Array>> core_states;  // Before each of the last steps.
     };
 
-    void check_specs() const {
+    // Returns the number of environments.
+    [[nodiscard]] int64_t check_specs() const {
+      const int64_t num_envs = response_->welcome().num_envs();
       if (spec_.structure->kind != Kind::kDict) {
         throw std::invalid_argument("the server's step is " +
                                     spec_.structure->describe() + ", expected a dict");
       }
-      check_rows(spec_, num_envs_);
-      check_rows(action_spec_, num_envs_);
+      check_rows(spec_, num_envs);
+      check_rows(action_spec_, num_envs);
+      return num_envs;
     }
 
     // Returns the leaf of the step's entry "waits", if it has one.
@@ -812,10 +801,9 @@ class ActorPool {
     Reader* const reader_;
     const std::shared_ptr<protocol::Response> response_;
     protocol::Request request_;
-    const int64_t num_envs_;
     const Nest<ArraySpec> spec_;  // A step's.
     const Nest<ArraySpec> action_spec_;
-    const Room room_;
+    const int64_t num_envs_;
     const int64_t num_actions_;          // A rollout's.
     Rollout rollout_;                    // All environments' rollouts.
     const std::optional<size_t> waits_;  // A leaf of the step.
@@ -930,7 +918,6 @@ class ActorPool {
   std::vector<Status> departed_;      // Guarded by mu_.
   StageSeconds stage_seconds_;        // Guarded by mu_.
   int64_t num_added_ = 0;             // Guarded by mu_.
-  int64_t num_envs_ = 0;              // Guarded by mu_. See Room.
   Rollouts rollouts_;                 // Guarded by mu_.
   int64_t allowed_;                   // Guarded by mu_. Rollouts to begin in all.
   std::vector<std::string> metrics_;  // Guarded by mu_.

@@ -321,7 +321,6 @@ PYBIND11_MODULE(_libtorchbeast, m) {
   lock_without_a_graph();
   m.doc() = "The C++ part of libtorchbeast.";
   (void)Torch::get();  // Imported now: not in a thread, nor while the interpreter ends.
-  m.attr("GRPC_VERSION") = grpc::Version();
   bind_nest(m.def_submodule("nest"));
   py::register_exception<Closed>(m, "ClosedBatchingQueue", PyExc_RuntimeError)
       .attr("__doc__") = "A queue or batcher was closed: nothing goes in or comes out.";

@@ -12,7 +12,7 @@ import polybeast
 import polybeast_env
 import warpbeast
 from tests.pretended_gpu import PretendedGpus
-from torchbeast import devices, machine, rollouts, run
+from torchbeast import devices, machine, run
 from torchbeast.flags import parse_args
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.nests import map_structure
@@ -146,7 +146,7 @@ def train_polybeast(flags):
     learner = Learner(flags, own_run, agent, weights, device, None)
     learner.start()
     step = map_structure(lambda x: torch.as_tensor(x)[None], env.initial(1))
-    core_state, K = agent.initial_state(B), rollouts.burn_in(agent)
+    core_state, K = agent.initial_state(B), agent.burn_in
     steps, outputs, core_states = [step], [], [core_state]
 
     def acting():

@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tests.programs import (
     wait_for_steps,
 )
 from tests.test_agent import batches, make_actor
-from torchbeast import environment, q_learning, replay
+from torchbeast import environment, q_learning
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
@@ -370,9 +371,12 @@ def test_a_checkpoint_has_the_target_network_too():
 
 
 def test_the_correction_for_priorities_rises_to_its_last_value_over_the_run():
-    flags = parse("--importance_exponent", 0.4, 1, "--total_steps", 100)
-    for step, expected in ((0, 0.4), (50, 0.7), (100, 1), (500, 1)):
-        assert replay.importance_exponent(flags, step) == pytest.approx(expected)
+    agent, _ = make_agent("--importance_exponent", 0.4, 1, "--total_steps", 100)
+    agent.replay.sample = mock.Mock(side_effect=InterruptedError)
+    for agent.step, expected in ((0, 0.4), (50, 0.7), (100, 1), (500, 1)):
+        with pytest.raises(InterruptedError):
+            agent.gradient_step()
+        assert agent.replay.sample.call_args.args[1] == pytest.approx(expected)
 
 
 # Exploration.

@@ -152,10 +152,6 @@ class SharedWeights:
         ]
         self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
 
-    @property
-    def version(self):
-        return int(self._version)
-
     @torch.no_grad()
     def publish(self, model, version):
         copy, state = self._copies[version % 2], model.state_dict()
@@ -169,11 +165,11 @@ class SharedWeights:
         """Loads the newest weights into the model, unless they are version `have`.
         Returns their version."""
         while True:
-            version = self.version
+            version = int(self._version)
             if version == have:
                 return version
             model.load_state_dict(self._copies[version % 2])
-            if self.version == version:  # Else it may have been overwritten meanwhile.
+            if int(self._version) == version:  # Else it may be overwritten by now.
                 return version
 
 

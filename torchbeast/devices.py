@@ -12,7 +12,7 @@ from torchbeast import ranks
 from torchbeast.encoders import ResidualBlock
 from torchbeast.flags import synchronous
 from torchbeast.images import has_images
-from torchbeast.machine import share_of_cores
+from torchbeast.machine import num_cores
 from torchbeast.messages import BadInput, first_line
 from torchbeast.nests import map_structure
 
@@ -118,7 +118,7 @@ def num_update_cores(share, agent, flags):
     20 times as slow, on 2 cores beside other work.)"""
     if synchronous(flags) and has_images(agent.observation_space):
         share = 1
-    return share_of_cores(share, flags.num_learner_threads)
+    return max(1, round(share * num_cores() / flags.num_learner_threads))
 
 
 @functools.cache

@@ -54,7 +54,7 @@ from torchbeast import hints, images, masks, pettingzoo, seats, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import map_structure
-from torchbeast.old_gym import OLD, PETTINGZOO, as_gymnasium
+from torchbeast.old_gym import OLD, PETTINGZOO, OldGym
 from torchbeast.process import take_signals_back
 from torchbeast.spaces import BadStep, check_finite
 from torchbeast.vector import Separate, Vector, envpool_spec
@@ -221,7 +221,8 @@ class Environment:
                 self.num_agents = self.env.num_agents
                 self.policies, self.opponents = self.env.seats.policies, opponents
             else:
-                self.env = Separate([as_gymnasium(e) for e in envs])
+                envs = [e if isinstance(e, gymnasium.Env) else OldGym(e) for e in envs]
+                self.env = Separate(envs)
         if not hasattr(self.env, "seats"):
             seats.refuse(policies, opponents, self.env.name)
         if resize is not None or layout is not None:

@@ -88,12 +88,6 @@ def use_only(cores):
         os.sched_setaffinity(0, cores)
 
 
-def share_of_cores(share, num_threads) -> int:
-    """The number of cores for each of so many threads, at least one, where all of them
-    have this share of the cores together."""
-    return max(1, round(share * num_cores() / num_threads))
-
-
 def use_cores(n):
     """Has num_cores() return n: other learners share the cores with this process."""
     global _num_cores
@@ -115,12 +109,6 @@ def core_shares(n) -> list[set[int]]:
     cores = sorted(own_cores(), key=place)
     size = len(cores) // n  # Equal, because a run's defaults depend on its cores.
     return [set(cores[i * size : (i + 1) * size]) for i in range(n)]
-
-
-def processor_seconds() -> float:
-    """The processor time of this process and of its children that have ended."""
-    times = os.times()
-    return sum(times[:4])
 
 
 def memory_bytes() -> int:

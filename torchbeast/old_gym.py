@@ -22,11 +22,6 @@ PETTINGZOO = (
 )
 
 
-def as_gymnasium(env) -> gymnasium.Env:
-    """Returns env if it is Gymnasium's, else an OldGym of it."""
-    return env if isinstance(env, gymnasium.Env) else OldGym(env)
-
-
 class OldGym(gymnasium.Env):
     """Turns an object of the old Gym API into a Gymnasium environment."""
 

@@ -76,7 +76,7 @@ class Several:
             raise BadInput("--save_replay: expected an environment with one policy")
         if ranks.current.num > 1 and isinstance(env, Environment):
             raise BadInput(f"{env.name} has several policies: expected one learner")
-        burn_ins = {rollouts.burn_in(agent) for agent in agents.values()}
+        burn_ins = {agent.burn_in for agent in agents.values()}
         if len(burn_ins) > 1:
             raise BadInput("expected the same --burn_in and --use_lstm of all policies")
         [self.burn_in] = burn_ins

@@ -62,11 +62,6 @@ def add_priority_flags(group):
     # fmt: on
 
 
-def importance_exponent(flags, step):
-    first, last = flags.importance_exponent
-    return first + (last - first) * min(1, step / flags.total_steps)
-
-
 def make(flags, num_starts, num_steps, device):
     """Makes (a Replay, its Credit). Raises BadInput if --replay_size is smaller than a
     batch, or if batches cannot be shared by the learners."""

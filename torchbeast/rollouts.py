@@ -41,11 +41,6 @@ EPISODE_FIELDS = (
 )
 
 
-def burn_in(agent):
-    """Returns K: the steps of a rollout that come before the T + 1 others."""
-    return getattr(agent, "burn_in", 0)
-
-
 def spread(flags, num, num_envs, num_agents=1):
     """Returns (the number of actors or servers, the environments of each), by default
     one for each core, and environments of 32 agents in all. Where acting waits for
@@ -94,7 +89,7 @@ def specs(agent, step, flags):
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     step = map_structure(torch.as_tensor, step)
-    if flags.one_episode_rollouts and burn_in(agent) > 0:
+    if flags.one_episode_rollouts and agent.burn_in > 0:
         raise BadInput(
             "--one_episode_rollouts leaves no steps to burn in on: expected --burn_in 0"
         )
@@ -103,7 +98,7 @@ def specs(agent, step, flags):
             "--one_episode_rollouts: rollouts that are not full hold up a batch that "
             "acting waits for: use --async"
         )
-    T, E = burn_in(agent) + flags.unroll_length, len(step["reward"])
+    T, E = agent.burn_in + flags.unroll_length, len(step["reward"])
     initial = agent.initial_state(E)
     agent.net.eval()  # A BatchNorm is to count no batch that is not learned from.
     result = agent.act(map_structure(lambda x: x[None], step), initial)

@@ -163,7 +163,7 @@ class Run:
         self._started = self._saved_at = self._row_at = time.monotonic()
         self._row_step = self.step
         self._row_stages = self.stage_seconds()
-        self._processor_seconds = machine.processor_seconds()
+        self._processor_seconds = sum(os.times()[:4])
         self._sums = {}
         if ranks.current.rank > 0:
             return
@@ -223,7 +223,7 @@ class Run:
         """The number of this machine's cores that this process, and its children that
         have ended, kept busy on average since start(). (The children's own start counts
         too, hence min().)"""
-        used = machine.processor_seconds() - self._processor_seconds
+        used = sum(os.times()[:4]) - self._processor_seconds
         return min(machine.num_cores(), used / (time.monotonic() - self._started))
 
     @property

@@ -91,16 +91,6 @@ def set_defaults(flags, num_agents=1):
         flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
 
 
-def check_open_files(flags, num_streams):
-    """Raises BadInput if so many streams, and those of hosts that dial in, need more
-    open files than the system allows."""
-    files, remedy = FILES_PER_STREAM * num_streams, ""
-    if flags.listen is not None:  # As many connections as csrc/listener.h lets in.
-        files += 2 * flags.max_streams + 64
-        remedy = ", or use a smaller --max_streams"
-    allow_open_files(files, remedy)
-
-
 def check_sizes(flags, step, specs, num_agents, num_streams):
     """Returns what of this machine's memory streams may take, as arguments of an
     ActorPool: max_message_bytes and max_envs. Whoever has a host's certificate can make
@@ -203,7 +193,11 @@ class Sources:
         pem = tls.load(flags, *["client"] * dials, *["server"] * bool(listen))
         own = self._addresses is None
         self._num_streams = flags.num_servers if own else len(self._addresses)
-        check_open_files(flags, self._num_streams)
+        files, remedy = FILES_PER_STREAM * self._num_streams, ""
+        if listen:  # As many connections as csrc/listener.h lets in.
+            files += 2 * flags.max_streams + 64
+            remedy = ", or use a smaller --max_streams"
+        allow_open_files(files, remedy)
         batch_size = ranks.current.share(flags.batch_size)
         self.options = dict(
             connect_timeout_s=flags.connect_timeout_seconds,

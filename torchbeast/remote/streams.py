@@ -134,21 +134,16 @@ class Streams:
             yield
         finally:
             updates = learner.updates - updates_before
-            self.report(updates * learner.batch_size)
-
-    def report(self, learned):
-        """Logs what became of all rollouts, and that `learned` of them were learned
-        from."""
-        rollouts = self._actors.rollouts()
-        log.info(
-            "rollouts: %d delivered, %d learned from (%d begun, %d lost with their "
-            "streams, %d unfinished at the end)",
-            rollouts["delivered"],
-            learned,
-            rollouts["begun"],
-            rollouts["lost"],
-            rollouts["ended"],
-        )
+            rollouts = self._actors.rollouts()
+            log.info(
+                "rollouts: %d delivered, %d learned from (%d begun, %d lost with their "
+                "streams, %d unfinished at the end)",
+                rollouts["delivered"],
+                updates * learner.batch_size,
+                rollouts["begun"],
+                rollouts["lost"],
+                rollouts["ended"],
+            )
 
     def _follow_file(self):
         try:
