@@ -24,7 +24,7 @@ CASES = [
     pytest.param(
         env,
         module,
-        marks=pytest.mark.long if (i + 2 * j) % 4 else pytest.mark.slow,
+        marks=pytest.mark.slow if (i + j) % 4 == 2 else pytest.mark.long,
         id=f"{env.__name__}-{module}",
     )
     for i, env in enumerate(hostile_envs.ENVIRONMENTS)

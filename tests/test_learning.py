@@ -93,7 +93,6 @@ SLOW = [
     ("dqn_catch", "serial"),
     ("cartpole", "actors"),
     ("memory", "serial"),
-    ("td3_target", "serial"),
 ]
 
 

@@ -298,14 +298,8 @@ def test_numbers_are_clipped_to_the_bounds_of_actions():
     assert torch.equal(one["state"]["speed"], other["state"]["speed"])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param("CartPole", marks=pytest.mark.long),
-        pytest.param("grid", marks=pytest.mark.slow),
-        pytest.param("levels", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["CartPole", "grid", "levels"])
 def test_compiled_environments_are_the_same(case):
     name, args = ENVS[case]
     envs = autoreset.Environments(make(name, **args), 16, CPU)
