@@ -46,7 +46,8 @@ test-slow: csrc-test-slow $(VENV)/.slow
 	$(python) -m pytest -n 3 --dist worksteal -m "slow and not long" $(ARGS)
 
 test-long: setup $(VENV)/.long
-	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS) tests tests/faults.py
+	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS) \
+		tests/test_*.py tests/faults.py
 
 test-faults: setup
 	$(python) -m pytest -n 6 --dist worksteal $(ARGS) \

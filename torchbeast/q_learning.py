@@ -28,7 +28,8 @@ def add_exploration_flags(group, exploration, steps):
                        f"own, log-uniformly (default: {text})")
     group.add_argument("--exploration_steps", type=number(int, 0), default=steps,
                        metavar="N", help="agent steps over which it falls from 1 to "
-                       f"that (default: {steps or 'a tenth of the run, or 50,000'})")
+                       "that (default: "
+                       f"{steps or 'a tenth of the run, or 50,000 if that is more'})")
     # fmt: on
 
 
