@@ -66,6 +66,8 @@ PRESETS = {
     ),
 }  # fmt: skip
 
+BATCH_SIZE_ON_GPU = 32  # For images: smaller updates are mostly launches there.
+
 
 def parser():
     """Returns the agent's flags, for argparse's parents=."""
@@ -312,7 +314,7 @@ def train(flags):
     create_env = polybeast_env.create_env
     # Two environments show what steps look like.
     env, step = probe(create_env, flags, min(2, flags.envs_per_server or 2))
-    set_defaults(flags, env.num_agents)
+    set_defaults(flags, env.num_agents, has_images(env.observation_space))
     sources = Sources(flags)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)

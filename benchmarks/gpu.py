@@ -24,6 +24,9 @@ from benchmarks import limit, throughput  # noqa: E402
 from torchbeast import machine  # noqa: E402
 
 PONG = ["--env", "PongNoFrameskip-v4"]
+PENDULUM = ["--env", "Pendulum-v1"]
+NOW = ["--replay_start", "0"]
+ON_GPU = ["--replay_device", "cuda"]
 PRECISIONS = "float32", "bfloat16"
 
 
@@ -40,17 +43,12 @@ def rate(function, num_steps, seconds):
 
 def learner(seconds, compiled=False):
     """Frames per second of updates alone, deep network."""
-    for B in (4, 32, 80):
+    for B in (4, 32, 80, 320):
         for precision in PRECISIONS:
             args = [*PONG, "--batch_size", str(B), "--precision", precision]
-            flags = limit.parse("polybeast", args + ["--compile"] * compiled)
+            args += ["--compile"] * compiled
             torch._dynamo.reset()  # Or it takes what it compiled for the last variant.
-            num_steps = flags.unroll_length * flags.batch_size
-            update = functools.partial(limit.update_stage, flags)
-            yield (
-                f"{B} x 20, {precision}",
-                lambda u=update, n=num_steps: rate(u(), n, seconds),
-            )
+            yield f"{B} x 20, {precision}", functools.partial(learn, args, seconds)
 
 
 def compiled(seconds):
@@ -80,24 +78,65 @@ def environments(seconds):
             )
 
 
+# Launch-bound: what --cuda_graphs is for.
+AGENTS = {
+    "IMPALA, Pong": PONG,
+    "IMPALA, CartPole": ["--env", "CartPole-v1"],
+    "IMPALA, CartPole, LSTM": ["--env", "CartPole-v1", "--use_lstm"],
+    "PPO atari, Pong": [*PONG, "--agent", "ppo", "--preset", "atari"],
+    "PPO mujoco, Pendulum": [*PENDULUM, "--agent", "ppo", "--preset", "mujoco"],
+    "R2D2, Pong": [*PONG, "--agent", "r2d2", "--preset", "r2d2", *NOW],
+    "DQN, Pong": [*PONG, "--agent", "r2d2", "--preset", "dqn", *NOW],
+    "SAC mujoco, Pendulum": [*PENDULUM, "--agent", "sac", "--preset", "mujoco", *NOW],
+}
+
+
+def agents(seconds):
+    """Steps per second that each agent learns from, by its own replay ratio and number
+    of epochs; without graphs, with them, and with the replay on the GPU."""
+    for name, args in AGENTS.items():
+        for more in ((), ("--cuda_graphs",), ("--cuda_graphs", *ON_GPU)):
+            if ON_GPU[0] in more and "--replay_start" not in args:
+                continue
+            flags = [*args, *more, "--precision", "float32"]
+            yield " ".join((name, *more)), functools.partial(learn, flags, seconds)
+
+
+def learn(args, seconds):
+    flags = limit.parse("polybeast", args)
+    update = limit.update_stage(flags)
+    return rate(update, flags.unroll_length * flags.batch_size, seconds)
+
+
 def runs(seconds):
     """Steps per second of PolyBeast on Pong, deep network: with the defaults, and with
-    more environments and larger batches."""
-    cores = os.cpu_count()
-    variants = [[]]
-    # Few CPUs are fast in bfloat16.
-    for precision in PRECISIONS[: 1 + torch.cuda.is_available()]:
-        for num_servers in (cores, 2 * cores - 4):
-            args = ["--num_servers", str(num_servers), "--envs_per_server", "16"]
-            variants.append([*args, "--batch_size", "32", "--precision", precision])
+    more environments and larger batches; and of MonoBeast."""
+    many = ["--num_servers", str(os.cpu_count()), "--envs_per_server", "16"]
+    graphs = ["--cuda_graphs"] * torch.cuda.is_available()
+    large = [*graphs, *many, "--batch_size", "32"]
+    variants = [[], graphs, [*graphs, *many], large]
+    if torch.cuda.is_available():  # Few CPUs are fast in bfloat16.
+        variants.append([*large, "--precision", "bfloat16"])
     for args in variants:
         name = " ".join(args) or "defaults"
-        yield (
-            name,
-            functools.partial(
-                throughput.measure, "polybeast", [*PONG, *args], 10 * seconds
-            ),
-        )
+        yield name, functools.partial(run, "polybeast", [*PONG, *args], seconds)
+    yield "MonoBeast", functools.partial(run, "monobeast", PONG, seconds)
+
+
+def run(program, args, seconds):
+    return throughput.measure(program, args, 5 * seconds, warm_up=2 * seconds)
+
+
+def streams(seconds):
+    """Steps per second of PolyBeast with an environment that does nothing."""
+    for n in (16, 64, 256):
+        yield f"{n} streams of 1", functools.partial(many_streams, n, seconds)
+
+
+def many_streams(num, seconds):
+    args = [*throughput.MOCK_ENV, "--num_servers", "16", *throughput.ONE]
+    with throughput.servers(args, num // 16) as addresses:
+        return run("polybeast", [*throughput.MOCK, *addresses], seconds)
 
 
 def main():
@@ -132,7 +171,8 @@ def attempt(function):
 
 
 PARTS = {
-    part.__name__: part for part in (inference, learner, compiled, environments, runs)
+    part.__name__: part
+    for part in (inference, learner, agents, compiled, environments, runs, streams)
 }
 
 if __name__ == "__main__":

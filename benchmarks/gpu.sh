@@ -6,8 +6,8 @@
 #     sh benchmarks/gpu.sh dist/gpu OUT [PART ...] # There: OUT/log.txt, gpu.json, warp.json
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
-# hangs costs no other. Without PART all but `programs` (tests of whole runs) and `compiled`
-# run, in ten minutes at most.
+# hangs costs no other. Without PART all but `compiled` and `streams` run, in a quarter of an
+# hour at most.
 set -u
 wheels=$(realpath "$1")
 mkdir -p "$2"
@@ -18,6 +18,10 @@ site=$(mktemp -d)
 # (A venv would not see the PyTorch of a python3 that is in a venv itself.)
 python3 -m pip install --quiet --no-index --no-deps --target "$site" "$wheels"/*.whl || exit
 export PYTHONPATH="$PWD:$site" PYTHONUNBUFFERED=1
+
+# Of tests/test_learning.py what is learned within a minute.
+learned="catch-servers pqn_catch-serial masked-servers ppo_mixed-serial dqn_catch-serial
+cartpole-actors memory-serial td3_target-serial"
 
 run() { # Seconds at most, then a command.
     limit=$1
@@ -31,8 +35,11 @@ run() { # Seconds at most, then a command.
     rm "$out/part.txt"
 }
 
-tests() { # Seconds at most, then whether tests of whole runs.
-    run "$1" python3 -m pytest -vv --tb=short -p no:cacheprovider -m "$2" tests/cuda.py
+tests() { # Seconds at most, then pytest's arguments.
+    limit=$1
+    shift
+    run "$limit" python3 -m pytest -n "$(($(nproc) / 2))" --dist worksteal -vv -rP --tb=short \
+        -p no:cacheprovider -m "" "$@"
 }
 
 gpu() { # Parts of gpu.py.
@@ -41,21 +48,28 @@ gpu() { # Parts of gpu.py.
     run "$limit" python3 benchmarks/gpu.py --out "$out" --seconds 2 --parts "$@"
 }
 
-for part in ${*:-machine tests warp inference learner runs}; do
+for part in ${*:-machine tests learning warp inference learner agents runs}; do
     case $part in
     machine)
         run 10 nvidia-smi
         run 5 lscpu
         run 30 python3 -c "import ale_py, polybeast, torch, _libtorchbeast
-print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())"
+print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())
+print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
         ;;
-    tests) tests 140 "not slow" ;;
-    programs) tests 500 slow ;;
-    warp) run 80 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
+    tests) tests 200 tests/cuda.py ;;
+    learning)
+        tests 150 tests/test_learning.py::test_learns_from_an_image \
+            $(for x in $learned; do echo "tests/test_learning.py::test_learns[$x]"; done)
+        ;;
+    warp) run 90 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
     inference) gpu 40 inference ;;
     learner) gpu 60 learner ;;
+    agents) gpu 120 agents ;;
     compiled) gpu 300 compiled ;;
-    runs) gpu 180 environments runs ;;
-    *) echo "$part: expected machine, tests, programs, warp, inference, learner, compiled or runs" ;;
+    runs) gpu 240 environments runs ;;
+    streams) gpu 120 streams ;;
+    *) echo "$part: expected machine, tests, learning, warp, inference, learner, agents, compiled," \
+        "runs or streams" ;;
     esac
 done

@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import polybeast_env  # noqa: E402
+from torchbeast import flags as command_line  # noqa: E402
 from torchbeast import machine  # noqa: E402
 from torchbeast.nests import map_structure  # noqa: E402
 from torchbeast.process import keep_freed_memory  # noqa: E402
@@ -30,7 +31,8 @@ from torchbeast.process import keep_freed_memory  # noqa: E402
 
 def parse(program, args):
     module = importlib.import_module(program)
-    flags = module.program_parser().parse_args(args)
+    agent = args[args.index("--agent") + 1] if "--agent" in args else "polybeast"
+    flags = command_line.parse_args(module.program_parser(agent), args)
     module.set_defaults(flags)
     return flags
 
@@ -54,7 +56,6 @@ def make_agent(flags, env):
     import torch
 
     from torchbeast import devices
-    from torchbeast import flags as command_line
 
     devices.choose_precision(flags, env.observation_space)
     torch.manual_seed(0)
@@ -96,10 +97,11 @@ def update_stage(flags):
 
     from torchbeast import devices
 
-    T, B = flags.unroll_length, flags.batch_size
+    B = flags.batch_size
     env = polybeast_env.create_env(flags, 1)
     step = env.initial(0)
     agent = make_agent(flags, env)
+    T = agent.burn_in + flags.unroll_length
     state = agent.initial_state(1)
     outputs, _ = agent.act(repeat(step, 1, 1), state)
     outputs = map_structure(lambda x: x[0], outputs)

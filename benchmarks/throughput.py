@@ -109,7 +109,7 @@ def used():
     return result
 
 
-def measure(program, args, seconds):
+def measure(program, args, seconds, warm_up=WARM_UP_S):
     """Runs the program for as long. A dict of what was measured."""
     with tempfile.TemporaryDirectory() as savedir:
         args = [*args, "--savedir", savedir, "--xpid", "x", "--disable_checkpoint"]
@@ -119,6 +119,10 @@ def measure(program, args, seconds):
         )
         path = pathlib.Path(savedir, "x", "logs.csv")
 
+        def of_threads():
+            times = psutil.Process(process.pid).threads()
+            return {x.id: x.user_time + x.system_time for x in times}
+
         def sleep(seconds):
             time.sleep(seconds)
             if process.poll() is not None:
@@ -127,14 +131,16 @@ def measure(program, args, seconds):
         try:
             while not read(path):
                 sleep(0.1)
-            sleep(WARM_UP_S)
+            sleep(warm_up)
             before, first, peak_mb = used(), read(path)[-1], 0
+            before_threads = of_threads()
             start = time.monotonic()
             # At least to the next line of logs.csv.
             while time.monotonic() - start < seconds or read(path)[-1] == first:
                 sleep(min(2, seconds))
                 peak_mb = max(peak_mb, sum(mb for _, mb in used().values()))
             after, last = used(), read(path)[-1]
+            threads = {i: s - before_threads.get(i, 0) for i, s in of_threads().items()}
             flags = json.loads(path.with_name("meta.json").read_text())["flags"]
         finally:
             process.terminate()
@@ -142,8 +148,11 @@ def measure(program, args, seconds):
     steps = int(last["step"]) - int(first["step"])
     seconds = {pid: s - before.get(pid, (0, 0))[0] for pid, (s, _) in after.items()}
     learner = seconds.pop(process.pid)
+    took = float(last["seconds"]) - float(first["seconds"])
+    busiest = sorted((s / took for s in threads.values()), reverse=True)
     return {
-        "steps_per_second": steps / (float(last["seconds"]) - float(first["seconds"])),
+        "steps_per_second": steps / took,
+        "busiest_threads": [round(x, 2) for x in busiest[:8]],  # Of the learner's.
         "learner_us": 1e6 * learner / steps,
         "others_us": 1e6 * sum(seconds.values()) / steps,
         "peak_mb": peak_mb,

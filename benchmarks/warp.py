@@ -184,7 +184,7 @@ def main():
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--json", metavar="FILE")
     flags = p.parse_args()
-    device = torch.device(flags.device)
+    device = torch.ones(1, device=flags.device).device  # With its number.
     torch.set_num_threads(machine.num_cores())
     keep_freed_memory()  # As the program does.
     found = {name: {} for name in flags.cases}

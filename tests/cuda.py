@@ -2,26 +2,34 @@
 tests of whole runs.
 """
 
+import warnings
+
 import numpy as np
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
+import monobeast
 import polybeast
+import warpbeast
+from benchmarks import limit
 from tests import (
     test_graphs,
     test_learner,
     test_nearest,
+    test_pretended_gpu,
     test_warp,
     test_warpbeast,
     warp_references,
 )
-from tests.programs import read_logs, run
-from torchbeast import devices
-from torchbeast.learner import PublishedWeights
+from tests.programs import Program, load, read_logs, run, wait_for_steps
+from torchbeast import devices, ranks
+from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.warp import consistency, nearest
 
 CUDA = torch.device("cuda:0")
-# As in programs. In TF32, convolutions of the deep network would be 11 % off.
+# In TF32, convolutions of the deep network would be 11 % off.
 torch.backends.cudnn.allow_tf32 = False
 
 
@@ -39,7 +47,9 @@ def test_an_update_on_the_gpu_equals_one_on_the_cpu(args):
     for one, other in zip(update("cpu", *args), update("cuda", *args)):
         for name in one:
             error = (one[name] - other[name]).norm() / one[name].norm()
-            assert error < 0.01, name
+            print(f"{name}: {error:.1e}")
+            # Of a centered convolution's gradient the background's part is taken away.
+            assert error < (1e-4 if name != "encoder.layers.0.weight" else 2e-3), name
 
 
 def test_bfloat16_on_the_gpu_changes_losses_by_a_few_percent_at_most():
@@ -65,6 +75,102 @@ def test_gradient_steps_in_graphs_are_those_that_are_launched_one_by_one(
     test_graphs.compare(case, 6, tmp_path, monkeypatch, equal=False)
 
 
+WAITS = [case for case in test_pretended_gpu.BUDGETS if case.split()[0] != "polybeast"]
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_an_update_keeps_to_its_budget_of_waits(case, tmp_path, monkeypatch):
+    """Those for streams and events, which are meant, PyTorch does not tell."""
+    program, *args = case.split()
+    program = {x.__name__: x for x in (monobeast, warpbeast)}[program]
+    flags = test_pretended_gpu.flags_of(program, tmp_path, *args, updates=10)
+    update, found = Learner.update, {}
+
+    def counting(self, *args):
+        if self.updates < 9:
+            return update(self, *args)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            with torch.profiler.profile() as profile:
+                update(self, *args)
+            torch.cuda.set_sync_debug_mode("default")
+        found["waits"] = [x for x in caught if "synchronizing" in str(x.message)]
+        found["launches"] = sum(
+            x.count
+            for x in profile.key_averages()
+            if x.key.startswith(
+                ("cudaLaunch", "cuLaunch", "cudaMem", "cudaGraphLaunch")
+            )
+        )
+
+    monkeypatch.setattr(Learner, "update", counting)
+    assert program.train(flags) == 0
+    waits, launches = test_pretended_gpu.BUDGETS[case][1]
+    num = len(found["waits"])
+    print(f"{case}: {num} of {waits} waits, {found['launches']} of {launches} launches")
+    assert num <= waits, [str(x) for x in found["waits"]]
+
+
+@pytest.mark.slow
+def test_updates_take_no_more_and_no_more_memory():
+    args = ["--env", "CartPole-v1", "--num_epochs", "1", "--cuda_graphs"]
+    update = limit.update_stage(limit.parse("polybeast", args))
+
+    def used():
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved(), psutil.Process().memory_info().rss
+
+    for num in (2000, 20_000):
+        before = used()
+        for _ in range(num):
+            update()
+    on_gpu, on_host = (y - x for x, y in zip(before, used()))
+    print(f"{num} updates: {on_gpu} bytes more on the GPU, {on_host} of the process")
+    assert on_gpu == 0 and on_host < 30e6
+
+
+def test_ranks_sum_by_nccl():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    group = ranks.Ranks(num=2)
+    group._nccl = dist.new_group(backend="nccl")
+    group.seconds["reduction"] = 0
+    for n in range(10):
+        x = torch.full([10**6], n, device=CUDA, dtype=torch.float32)
+        group.sum(x)
+        assert (x == n).all()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_may_share_a_gpu(tmp_path):
+    args = ["--env", "CartPole-v1", "--total_steps", 20_000, "--xpid", "x"]
+    result = run(*args, "--savedir", tmp_path, module="polybeast", ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert "ranks share a GPU" in result.stderr
+    assert int(read_logs(tmp_path / "x")[-1]["step"]) >= 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["monobeast", "polybeast", "warpbeast"])
+def test_a_killed_run_on_the_gpu_goes_on(module, tmp_path):
+    env = "warp/Catch" if module == "warpbeast" else "CartPole-v1"
+    args = ["--env", env, "--savedir", tmp_path, "--xpid", "x", "--cuda_graphs",
+            "--checkpoint_interval_seconds", 2, "--total_steps", 10**8]  # fmt: skip
+    with Program(*args, module=module) as program:
+        wait_for_steps(tmp_path, 10_000)
+        model = tmp_path / "x" / "model.tar"
+        while not model.exists() or load(tmp_path)["step"] == 0:
+            wait_for_steps(tmp_path, 1)
+        program.process.kill()
+        program.end()
+    saved = load(tmp_path)["step"]
+    assert saved > 0
+    with Program(*args, module=module) as program:
+        program.wait_for(f"at step {saved}")
+        wait_for_steps(tmp_path, 10_000)
+
+
 def test_weights_published_while_others_fetch_are_whole():
     model = torch.nn.Linear(2000, 2000).to(CUDA)
     torch.nn.init.zeros_(model.weight)
@@ -86,7 +192,7 @@ def test_weights_published_while_others_fetch_are_whole():
     [
         [],
         ["--precision", "float32"],
-        ["--precision", "bfloat16"],
+        ["--precision", "bfloat16", "--cuda_graphs"],
         ["--compile"],
         ["--actor_device", "cpu"],
         ["--learner_device", "cpu", "--actor_device", "cuda"],
@@ -99,7 +205,7 @@ def test_a_run_on_the_gpu_trains(args, tmp_path):
     result = run(*args, "--savedir", tmp_path, module="polybeast")
     assert result.returncode == 0, result.stderr
     rows = read_logs(tmp_path / "x")
-    assert int(rows[-1]["step"]) == 8000
+    assert int(rows[-1]["step"]) >= 8000
     assert all(np.isfinite(float(row["total_loss"])) for row in rows)
 
 
@@ -132,7 +238,6 @@ def test_defaults_use_the_gpu_for_both():
     flags = polybeast.program_parser().parse_args([])
     polybeast.set_defaults(flags)
     assert flags.learner_device == flags.actor_device == "cuda"
-    assert flags.num_learner_threads == flags.num_inference_threads == 2
 
 
 # WarpBeast.

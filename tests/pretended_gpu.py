@@ -118,8 +118,10 @@ class Stream:
     def synchronize(self):
         self.record_event().synchronize()
 
-    def record_event(self):
-        return Event(self.gpus, self.seen | Counter({self: self.last}))
+    def record_event(self, event=None):
+        event = event or Event()
+        event.seen = self.seen | Counter({self: self.last})
+        return event
 
     def wait_event(self, event):
         self.seen |= event.seen
@@ -129,8 +131,8 @@ class Stream:
 
 
 class Event:
-    def __init__(self, gpus, seen):
-        self.gpus, self.seen = gpus, seen
+    def __init__(self, blocking=False):
+        self.gpus, self.seen = PretendedGpus.current, Counter()
 
     def synchronize(self):
         self.gpus.wait("an event", self.seen)
@@ -198,6 +200,7 @@ class PretendedGpus:
                 current_stream=lambda device=None: self.streams[self.index(device)],
                 synchronize=lambda device=None: self.wait("synchronize", self.all()),
                 Stream=Stream,
+                Event=Event,
                 stream=self.stream,
                 CUDAGraph=Graph,
                 graph=self.capture,

@@ -1,18 +1,16 @@
 """What a program computes on, where there are GPUs of several kinds, or none."""
 
-import argparse
 import warnings
+from argparse import Namespace
 
 import pytest
 import torch
 
+import polybeast
 from tests.programs import refusal
 from torchbeast import devices
+from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
-
-
-def flags(**given):
-    return argparse.Namespace(**{"num_learner_threads": None, **given})
 
 
 def test_a_gpu_whose_driver_is_too_old_is_refused_in_one_line(monkeypatch):
@@ -23,16 +21,40 @@ def test_a_gpu_whose_driver_is_too_old_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     expected = "--learner_device cpu does without it: The driver is too old .*11040.*$"
     with pytest.raises(BadInput, match=expected):
-        devices.set_defaults(flags(learner_device=None))
-    devices.set_defaults(flags(learner_device="cpu"))
+        devices.set_defaults(Namespace(learner_device=None))
+    devices.set_defaults(Namespace(learner_device="cpu"))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_the_learner_is_on_a_gpu_of_any_kind_by_default(kind, monkeypatch):
     monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: True)
-    chosen = flags(learner_device=None)
+    chosen = Namespace(learner_device=None)
     devices.set_defaults(chosen)
-    assert chosen.learner_device == kind and chosen.num_learner_threads == 2
+    assert chosen.learner_device == kind
+
+
+@pytest.mark.parametrize(
+    ("args", "batch_size", "num_envs"),
+    [
+        ([], 32, 256),
+        (["--batch_size", "8"], 8, 64),
+        (["--preset", "a2c"], 16, 16),
+        (["--agent", "r2d2"], 4, 32),
+        (["--learner_device", "cpu"], 4, 32),
+    ],
+)
+def test_a_gpu_gets_more_images_at_a_time(args, batch_size, num_envs, monkeypatch):
+    agent = args[1] if "--agent" in args else "polybeast"
+    args = ["--learner_device", "cuda", *args]
+    for images, expected in ((True, (batch_size, num_envs)), (False, None)):
+        flags = parse_args(polybeast.program_parser(agent), args)
+        flags.command = ["polybeast", *args]
+        polybeast.set_defaults(flags, images=images)
+        found = flags.batch_size, flags.num_servers * flags.envs_per_server
+        if images:
+            assert found == expected
+        elif not args[2:]:
+            assert found == (4, 32)
 
 
 def test_a_gpu_that_pytorch_has_no_kernels_for_is_refused_in_one_line(monkeypatch):
@@ -41,7 +63,7 @@ def test_a_gpu_that_pytorch_has_no_kernels_for_is_refused_in_one_line(monkeypatc
 
     monkeypatch.setattr(torch, "ones", ones)
     with pytest.raises(BadInput) as e:
-        devices.get_device(flags(learner_device="cuda:1"), "learner_device")
+        devices.get_device(Namespace(learner_device="cuda:1"), "learner_device")
     expected = "--learner_device cuda:1: CUDA error: no kernel image is available"
     assert str(e.value) == expected
 
@@ -61,10 +83,11 @@ def test_a_device_that_cannot_be_used_is_refused_in_one_line(device, expected):
     assert expected in refusal("--learner_device", device)
 
 
-def test_float32_is_no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    devices.choose_precision(flags(precision="float32"), None)
-    assert not torch.backends.cudnn.allow_tf32
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_convolutions_have_the_precision_that_is_named(precision, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "float32")
+    devices.choose_precision(Namespace(precision=precision), None)
+    assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
 
 
 def test_what_is_read_of_a_lazy_dict_is_sent(monkeypatch):

@@ -206,7 +206,8 @@ def test_slices_in_bfloat16_compute_nearly_the_same(monkeypatch):
     ],
 )
 def test_the_default_is_bfloat16_where_it_was_compared(space, precision, monkeypatch):
-    """For images, with the shallow network, where all devices have it."""
+    """For images, with the shallow network, where all devices have it; tf32 on GPUs."""
+    images = precision != "float32"
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: device.type == "cpu")
     shallow, on_gpu = ["--net", "shallow"], ["--actor_device", "cuda"]
     for script, args, expected in (
@@ -214,8 +215,8 @@ def test_the_default_is_bfloat16_where_it_was_compared(space, precision, monkeyp
         (monobeast, [], precision),
         (polybeast, [], "float32"),
         (monobeast, ["--net", "deep"], "float32"),
-        (polybeast, [*shallow, *on_gpu], "float32"),
-        (polybeast, [*shallow, "--learner_device", "cuda"], "float32"),
+        (polybeast, [*shallow, *on_gpu], "tf32" if images else "float32"),
+        (polybeast, ["--learner_device", "cuda"], "tf32" if images else "float32"),
         (polybeast, [*shallow, "--precision", "float32"], "float32"),
         (polybeast, [*on_gpu, "--precision", "bfloat16"], "bfloat16"),
     ):

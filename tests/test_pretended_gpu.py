@@ -11,6 +11,7 @@ import monobeast
 import polybeast
 import polybeast_env
 import warpbeast
+from benchmarks import warp as benchmark
 from tests.pretended_gpu import PretendedGpus
 from torchbeast import devices, machine, run
 from torchbeast.flags import parse_args
@@ -211,6 +212,15 @@ def test_warpbeast_captures_the_gpu_that_it_trains_on(gpus, tmp_path):
     )
     assert warpbeast.train(flags) == 0
     assert {stream.device.index for stream, _ in gpus.written.values()} == {1}
+
+
+@pytest.mark.slow
+def test_what_environments_on_a_gpu_do_in_a_second_is_measured(gpus, tmp_path):
+    device = torch.ones(1, device="cuda").device
+    case = benchmark.Case("CartPole", device, str(tmp_path))
+    found = case.measure(0.1)
+    case.learner.run.close()
+    assert min(found.values()) > 0 and case.num_envs == 4096
 
 
 def test_weights_that_an_update_still_computes_are_not_waited_for(gpus):

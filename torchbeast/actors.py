@@ -62,10 +62,10 @@ def actor_parser() -> argparse.ArgumentParser:
 
 def set_defaults(flags, num_agents=1):
     """Fills in defaults that depend on the machine, other flags, or num_agents."""
+    devices.set_defaults(flags)
     flags.num_actors, flags.envs_per_actor = rollouts.spread(
         flags, flags.num_actors, flags.envs_per_actor, num_agents
     )
-    devices.set_defaults(flags)
 
 
 def set_num_buffers(flags, num_agents):

@@ -27,8 +27,6 @@ def set_defaults(flags):
         if ranks.current.num > 1 and name != "cpu":
             index = ranks.current.local_rank % getattr(torch, name).device_count()
             flags.learner_device = f"{name}:{index}"
-    if flags.num_learner_threads is None:
-        flags.num_learner_threads = 1 if flags.learner_device == "cpu" else 2
 
 
 def find_accelerator():
@@ -93,15 +91,21 @@ def has_bfloat16(device):
 
 
 def choose_precision(flags, space):
-    """Replaces --precision auto: bfloat16 only where learning in it was compared with
-    float32, and was as good and faster, else float32. And float32 is float32: by
-    default cuDNN's convolutions round to TF32, which has 10 bits for 23."""
-    torch.backends.cudnn.allow_tf32 = False
+    """Replaces --precision auto: for images tf32 on a GPU, as PyTorch's convolutions
+    have it by default (10 bits for 23); bfloat16 only where learning in it was compared
+    with float32, and was as good and faster."""
     if flags.precision == "auto":
         devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
-        everywhere = all(has_bfloat16(torch.device(name)) for name in devices)
-        compared = getattr(flags, "net", None) == "shallow" and has_images(space)
-        flags.precision = "bfloat16" if everywhere and compared else "float32"
+        shallow = getattr(flags, "net", None) == "shallow"
+        if not has_images(space):
+            flags.precision = "float32"
+        elif any(name != "cpu" for name in devices):
+            flags.precision = "tf32"
+        elif shallow and all(has_bfloat16(torch.device(name)) for name in devices):
+            flags.precision = "bfloat16"
+        else:
+            flags.precision = "float32"
+    torch.backends.cudnn.allow_tf32 = flags.precision == "tf32"
 
 
 def num_learner_cores(agent, flags):
@@ -168,8 +172,9 @@ def to_device(nest, device):
     stream = copy_stream(device)
     with backend(device).stream(stream):
         nest = send(nest, device)
+        copied = record_event(device)
     # Also what makes it safe to recycle pinned memory that was copied from.
-    stream.synchronize()
+    copied.synchronize()
     # Whoever uses them, their memory is not to be reused before that is done.
     current = backend(device).current_stream(device)
     map_structure(lambda x: x.record_stream(current), nest)
@@ -189,7 +194,9 @@ def record_event(device):
     done; None on a CPU, where it is."""
     if device.type == "cpu":
         return None
-    return backend(device).current_stream(device).record_event()
+    # Who waits leaves the core to environments. (By default it would be kept busy.)
+    event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+    return backend(device).current_stream(device).record_event(event)
 
 
 def to_host(nest, device):
@@ -197,7 +204,7 @@ def to_host(nest, device):
     tensor."""
     nest = map_structure(lambda x: x.to("cpu", non_blocking=True), nest)
     if device.type != "cpu":
-        backend(device).current_stream(device).synchronize()
+        record_event(device).synchronize()
     return nest
 
 

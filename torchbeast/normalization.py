@@ -94,10 +94,10 @@ class NormalizedEncoder(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.out_features = encoder.out_features
-        self._space = space
+        self._normalized = are_numbers(space)
         if statistics is None:
             parts = []  # Of the space, those that are normalised.
-            self._walk(parts.append, space, space)
+            self._map(parts.append, space)
             statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
         self.statistics = statistics
 
@@ -111,19 +111,22 @@ class NormalizedEncoder(nn.Module):
         self._map(lambda x: next(statistics).update(x, counted), observation)
 
     def _map(self, fn, observation):
-        return self._walk(fn, self._space, observation)
+        return self._walk(fn, self._normalized, observation)
 
-    def _walk(self, fn, space, x):
-        entries = children(space)
-        if entries is None:
-            return fn(x) if is_numbers(space) else x
-        result = {key: self._walk(fn, part, x[key]) for key, part in entries}
+    def _walk(self, fn, normalized, x):
+        if not isinstance(normalized, dict):
+            return fn(x) if normalized else x
+        result = {key: self._walk(fn, part, x[key]) for key, part in normalized.items()}
         return result if isinstance(x, (dict, spaces.Dict)) else tuple(result.values())
 
 
-def is_numbers(space):
-    """Tells whether observations of a space that is not nested are normalised."""
-    return isinstance(space, spaces.Box) and not is_image(space)
+def are_numbers(space):
+    """Tells whether observations of a space are normalised: bool, or of each part in a
+    dict. (Compilers of networks cannot tell from arrays, as a space has.)"""
+    entries = children(space)
+    if entries is None:
+        return isinstance(space, spaces.Box) and not is_image(space)
+    return {key: are_numbers(part) for key, part in entries}
 
 
 class NormalizedRewards(nn.Module):

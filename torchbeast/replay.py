@@ -45,7 +45,7 @@ def add_flags(group, size, ratio, start, batch):
                        f"(default: {batch})")
     group.add_argument("--replay_device", metavar="DEVICE", default="cpu",
                        help="keep the replay on cpu, or on the learner's GPU, such as "
-                       "cuda; never tried on a GPU (default: %(default)s)")
+                       "cuda (default: %(default)s)")
     # fmt: on
 
 

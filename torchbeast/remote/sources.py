@@ -6,7 +6,7 @@ import argparse
 import os
 
 from torchbeast import devices, machine, ranks, rollouts
-from torchbeast.flags import is_given, number, synchronous, text_or_path
+from torchbeast.flags import is_given, load_agent, number, synchronous, text_or_path
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import leaves
 from torchbeast.process import allow_open_files
@@ -64,16 +64,16 @@ def server_parser() -> argparse.ArgumentParser:
     g.add_argument("--actor_device", metavar="DEVICE",
                    help="device that evaluates the network for actors "
                    "(default: the learner's)")
-    g.add_argument("--num_inference_threads", type=number(int, 1), metavar="N",
-                   help="threads that take turns: one prepares a batch while another "
-                   "is evaluated (default: 2 with a GPU, else 1)")
+    g.add_argument("--num_inference_threads", type=number(int, 1), default=1,
+                   metavar="N", help="threads that take turns: one prepares a batch "
+                   "while another is evaluated (default: %(default)s)")
     # fmt: on
     return p
 
 
-def set_defaults(flags, num_agents=1):
-    """Fills in PolyBeast's flags whose defaults depend on the machine, or on the number
-    of an environment's agents."""
+def set_defaults(flags, num_agents=1, images=False):
+    """Fills in PolyBeast's flags whose defaults depend on the machine, on the number of
+    an environment's agents, and on whether it has images."""
     if flags.server_addresses is not None and is_given(flags, "num_servers"):
         raise BadInput(
             "--num_servers is of servers of this program's own: expected it without "
@@ -81,14 +81,16 @@ def set_defaults(flags, num_agents=1):
         )
     if flags.num_servers is None and flags.listen is not None:
         flags.num_servers = 0
-    flags.num_servers, flags.envs_per_server = rollouts.spread(
-        flags, flags.num_servers, flags.envs_per_server, num_agents
-    )
     devices.set_defaults(flags)
     if flags.actor_device is None:
         flags.actor_device = flags.learner_device
-    if flags.num_inference_threads is None:
-        flags.num_inference_threads = 1 if flags.actor_device == "cpu" else 2
+    chosen = is_given(flags, "batch_size") or getattr(flags, "preset", None)
+    if images and flags.learner_device != "cpu" and not chosen:
+        agent = load_agent(flags.agent)
+        flags.batch_size = getattr(agent, "BATCH_SIZE_ON_GPU", flags.batch_size)
+    flags.num_servers, flags.envs_per_server = rollouts.spread(
+        flags, flags.num_servers, flags.envs_per_server, num_agents
+    )
 
 
 def check_sizes(flags, step, specs, num_agents, num_streams):
