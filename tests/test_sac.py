@@ -110,7 +110,9 @@ def test_critics_learn_the_reward_and_the_soft_value_of_what_follows():
             for critic in agent.critics:
                 value = critic(now[b : b + 1], taken[b : b + 1])[0]
                 expected += (value - target) ** 2 / 6
-    torch.testing.assert_close(statistics["critic_loss"], expected)
+    torch.testing.assert_close(
+        statistics["critic_loss"], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def gradients(agent, batch):

@@ -17,7 +17,8 @@ What to open for what, in the order of the way from an environment to a gradient
     learner.py        an update: learn, count, publish, evaluate
     gradients.py      a loss's gradients, in slices, and summed over several learners;
                       minibatches.py: PPO's and PQN's; devices.py: copies to GPUs
-    graphs.py         gradient steps as CUDA graphs
+    graphs.py         gradient steps as CUDA graphs; dynamo.py: no compiler, where
+                      nothing is compiled
     normalization.py  running statistics of observations and rewards; batch_renorm.py:
                       of what layers read
     replay.py         what was seen before, for targets.py and V-trace

@@ -9,7 +9,7 @@ from logging import ERROR, INFO
 
 import torch
 
-from torchbeast import checkpoint, devices, ranks, stages
+from torchbeast import checkpoint, devices, dynamo, ranks, stages
 from torchbeast.encoders import large_images, summary
 from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line, synchronous
@@ -93,6 +93,8 @@ class Learner:
         agent.net.to(device, memory_format=torch.channels_last)
         if flags.compile:
             agent.net.compile()
+        else:
+            dynamo.leave_out()
         agent.start_learning(device)
         checkpoint.check_agent_state(agent)
         run.restore(agent)

@@ -1,0 +1,35 @@
+"""PyTorch's compiler, torch._dynamo, left out of runs that compile nothing."""
+
+import importlib
+import sys
+import types
+
+import torch
+
+NAME = "torch._dynamo"
+
+
+def leave_out():
+    """Has optimizers do without the compiler, which they would import to tell it what
+    it should not compile: that took half of a run's start and 150 MB. Whoever needs
+    more of it gets it."""
+    if NAME not in sys.modules:
+        sys.modules[NAME] = torch._dynamo = _NoDynamo(NAME)
+
+
+class _NoDynamo(types.ModuleType):
+    """What optimizers use. Anything else is the real module's, which takes this one's
+    place."""
+
+    @staticmethod
+    def graph_break(*args, **kwargs):
+        pass
+
+    @staticmethod
+    def disable(fn=None, *args, **kwargs):
+        return fn
+
+    def __getattr__(self, name):
+        if sys.modules.get(NAME) is self:
+            del sys.modules[NAME], torch._dynamo
+        return getattr(importlib.import_module(NAME), name)
