@@ -49,7 +49,8 @@ def add_loss_flags(group, policy_delay):
 def add_learning_flags(p):
     """Adds the flags of replay and optimizer to a parser, and defaults of others."""
     g = p.add_argument_group("replay")
-    replay.add_flags(g, size=100_000, ratio=256.0, start=1000, batch=256)
+    start = "10000, at most a tenth of --total_steps"
+    replay.add_flags(g, size=100_000, ratio=256.0, start=start, batch=256)
 
     g = p.add_argument_group("optimizer (Adam)")
     # fmt: off
@@ -100,6 +101,10 @@ class ReplayAgent(agents.Agent):
             )
         super().__init__(flags, observation_space, action_space)
         self.net.uniform.fill_(flags.replay_start > 0)
+
+    def defaults(self, observation_space, action_space):
+        # Fewer random actions may show too little to learn from, as how to land.
+        return {"replay_start": min(10_000, self.flags.total_steps // 10)}
 
     def make_distribution(self, action_space):
         return distributions.make(action_space, squashed=True)

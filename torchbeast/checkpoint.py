@@ -25,7 +25,7 @@ def write(path, checkpoint):
 def to_bytes(checkpoint):
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
-    return buffer.getbuffer()
+    return buffer.getvalue()  # A view of it crashes Python 3.12.1 after a failed write.
 
 
 def from_bytes(data) -> dict:

@@ -155,7 +155,7 @@ def export(flags):
         buffer = io.BytesIO()
         torch.export.save(program, buffer, extra_files={"about": json.dumps(about)})
         with writing(flags.out):
-            write_atomically(pathlib.Path(flags.out), buffer.getbuffer())
+            write_atomically(pathlib.Path(flags.out), buffer.getvalue())
     print(f"{flags.out}: {json.dumps(about)}")
     return 0
 

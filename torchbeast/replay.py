@@ -33,9 +33,10 @@ def add_size_flag(group, size):
 def add_flags(group, size, ratio, start, batch):
     add_size_flag(group, size)
     # fmt: off
-    group.add_argument("--replay_start", type=number(int, 0), default=start,
-                       metavar="N", help="steps before the first is learned from "
-                       "(default: %(default)s)")
+    group.add_argument("--replay_start", type=number(int, 0), metavar="N",
+                       default=start if isinstance(start, int) else None,
+                       help="steps before the first is learned from "
+                       f"(default: {start})")
     group.add_argument("--replay_ratio", type=number(float, above=0), default=ratio,
                        metavar="X", help="times that a step is learned from, on "
                        "average (default: %(default)s)")
