@@ -11,6 +11,7 @@ import monobeast
 import torch
 
 assert monobeast.main(sys.argv[1:]) == 0
+assert not hasattr(sys.modules["torch._dynamo"], "__file__")  # So inspect asks.
 assert "torch._dynamo.config" not in sys.modules
 double = torch._dynamo.optimize("eager")(lambda x: 2 * x)  # As torch.compile() does.
 assert double(torch.ones(1)).item() == 2

@@ -30,6 +30,9 @@ class _NoDynamo(types.ModuleType):
         return fn
 
     def __getattr__(self, name):
+        # Whoever looks through all modules, as inspect does, wants nothing of it.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME], torch._dynamo
         return getattr(importlib.import_module(NAME), name)
