@@ -206,7 +206,8 @@ def main():
     runs = {}
     for name in options.runs:
         results = [r[name] for r in rounds]
-        keys = [key for key in results[0] if key not in ("rates", "precision")]
+        others = "rates", "precision", "busiest_threads"
+        keys = [key for key in results[0] if key not in others]
         medians = {key: statistics.median(r[key] for r in results) for key in keys}
         runs[name] = {
             **{key: round(x, 3) for key, x in medians.items()},

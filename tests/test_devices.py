@@ -8,7 +8,7 @@ import torch
 
 import polybeast
 from tests.programs import refusal
-from torchbeast import devices
+from torchbeast import devices, machine
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 
@@ -44,6 +44,7 @@ def test_the_learner_is_on_a_gpu_of_any_kind_by_default(kind, monkeypatch):
     ],
 )
 def test_a_gpu_gets_more_images_at_a_time(args, batch_size, num_envs, monkeypatch):
+    monkeypatch.setattr(machine, "_num_cores", 16)
     agent = args[1] if "--agent" in args else "polybeast"
     args = ["--learner_device", "cuda", *args]
     for images, expected in ((True, (batch_size, num_envs)), (False, None)):

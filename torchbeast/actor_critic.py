@@ -104,7 +104,8 @@ class ReplayAgent(agents.Agent):
 
     def defaults(self, observation_space, action_space):
         # Fewer random actions may show too little to learn from, as how to land.
-        return {"replay_start": min(10_000, self.flags.total_steps // 10)}
+        flags = self.flags
+        return {"replay_start": min(10_000, flags.total_steps // 10, flags.replay_size)}
 
     def make_distribution(self, action_space):
         return distributions.make(action_space, squashed=True)

@@ -27,7 +27,7 @@ class _NoDynamo(types.ModuleType):
 
     @staticmethod
     def disable(fn=None, *args, **kwargs):
-        return fn
+        return fn if fn is not None else lambda fn: fn
 
     def __getattr__(self, name):
         # Whoever looks through all modules, as inspect does, wants nothing of it.

@@ -61,7 +61,7 @@ def spread(flags, num, num_envs, num_agents=1):
         num = divisor(in_batch, machine.num_cores())
     if num_envs is None:
         on_gpu = flags.learner_device != "cpu" and not sync
-        together = 8 * flags.batch_size if on_gpu else 32
+        together = max(32, 8 * ranks.current.share(flags.batch_size)) if on_gpu else 32
         of_each = in_batch // math.gcd(in_batch, max(1, num))
         num_envs = divisor(of_each, max(1, together // num_agents // max(1, num)))
     return num, num_envs
