@@ -13,6 +13,10 @@ import torch
 assert monobeast.main(sys.argv[1:]) == 0
 assert not hasattr(sys.modules["torch._dynamo"], "__file__")  # So inspect asks.
 assert "torch._dynamo.config" not in sys.modules
+import torch._dynamo.config as config
+from torch._dynamo.utils import counters
+from torch._dynamo import convert_frame, utils
+assert convert_frame.config is config and counters is utils.counters
 double = torch._dynamo.optimize("eager")(lambda x: 2 * x)  # As torch.compile() does.
 assert double(torch.ones(1)).item() == 2
 assert "torch._dynamo.config" in sys.modules

@@ -181,7 +181,7 @@ class ReplayAgent(agents.Agent):
         steps = [self.gradient_step() for _ in updates]
         self.update_statistics(batch)
         self.count()
-        self.net.uniform.fill_(self.step < flags.replay_start)
+        self.net.uniform.fill_(flags.replay_start > 0 and self.gradient_steps == 0)
         size, ratio = self.replay.size * T, self.credit.measured
         return {**means(steps), "replay_size": size, "replay_ratio": ratio}
 

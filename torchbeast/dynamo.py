@@ -1,6 +1,7 @@
 """PyTorch's compiler, torch._dynamo, left out of runs that compile nothing."""
 
 import importlib
+import importlib.util
 import sys
 import types
 
@@ -15,6 +16,7 @@ def leave_out():
     more of it gets it."""
     if NAME not in sys.modules:
         sys.modules[NAME] = torch._dynamo = _NoDynamo(NAME)
+        sys.meta_path.insert(0, _Loaded)
 
 
 class _NoDynamo(types.ModuleType):
@@ -36,3 +38,23 @@ class _NoDynamo(types.ModuleType):
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME], torch._dynamo
         return getattr(importlib.import_module(NAME), name)
+
+
+class _Loaded:
+    """Finds modules of the compiler that are there already: an import of one, for which
+    Python asks the stand-in, loads them all, and would load that one again."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if not name.startswith(f"{NAME}.") or name not in sys.modules:
+            return None
+        return importlib.util.spec_from_loader(name, cls(sys.modules[name]))
+
+    def __init__(self, module):
+        self.module = module
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        sys.modules[module.__name__] = self.module
