@@ -96,7 +96,7 @@ wheel: $(VENV)/.dev $(VENV)/.system
 		--wheel-dir dist build/wheels/*.whl
 
 # What benchmarks/gpu.sh needs on a machine with Python 3.12 and no network that has
-# PyTorch, NumPy, OpenCV, TensorBoard, rich, psutil and pytest.
+# PyTorch, NumPy, OpenCV, TensorBoard, rich, psutil, pytest, pytest-xdist and hypothesis.
 gpu-bundle: $(VENV)/.dev
 	rm -rf dist/gpu
 	$(MAKE) --no-print-directory wheel PYTHONS=python3.12

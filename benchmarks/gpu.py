@@ -27,7 +27,7 @@ PONG = ["--env", "PongNoFrameskip-v4"]
 PENDULUM = ["--env", "Pendulum-v1"]
 NOW = ["--replay_start", "0"]
 ON_GPU = ["--replay_device", "cuda"]
-PRECISIONS = "float32", "bfloat16"
+PRECISIONS = "float32", "tf32", "bfloat16"
 
 
 def rate(function, num_steps, seconds):
@@ -80,7 +80,7 @@ def environments(seconds):
 
 # Launch-bound: what --cuda_graphs is for.
 AGENTS = {
-    "IMPALA, Pong": PONG,
+    "IMPALA, Pong": [*PONG, "--batch_size", "4"],
     "IMPALA, CartPole": ["--env", "CartPole-v1"],
     "IMPALA, CartPole, LSTM": ["--env", "CartPole-v1", "--use_lstm"],
     "PPO atari, Pong": [*PONG, "--agent", "ppo", "--preset", "atari"],
@@ -109,15 +109,11 @@ def learn(args, seconds):
 
 
 def runs(seconds):
-    """Steps per second of PolyBeast on Pong, deep network: with the defaults, and with
-    more environments and larger batches; and of MonoBeast."""
-    many = ["--num_servers", str(os.cpu_count()), "--envs_per_server", "16"]
+    """Steps per second of PolyBeast on Pong, deep network: with the defaults, with
+    graphs, and with smaller batches or more servers; and of MonoBeast."""
     graphs = ["--cuda_graphs"] * torch.cuda.is_available()
-    large = [*graphs, *many, "--batch_size", "32"]
-    variants = [[], graphs, [*graphs, *many], large]
-    if torch.cuda.is_available():  # Few CPUs are fast in bfloat16.
-        variants.append([*large, "--precision", "bfloat16"])
-    for args in variants:
+    more = ["--num_servers", str(2 * os.cpu_count()), "--envs_per_server", "8"]
+    for args in ([], ["--batch_size", "4"], graphs, more, [*graphs, *more]):
         name = " ".join(args) or "defaults"
         yield name, functools.partial(run, "polybeast", [*PONG, *args], seconds)
     yield "MonoBeast", functools.partial(run, "monobeast", PONG, seconds)

@@ -29,8 +29,12 @@ from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.warp import consistency, nearest
 
 CUDA = torch.device("cuda:0")
-# In TF32, convolutions of the deep network would be 11 % off.
-torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    """In TF32, convolutions of the deep network would be 11 % off. Runs choose it."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def update(device, *args):

@@ -200,6 +200,9 @@ def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys(mod
         first, second = (agent.act(step, (), greedy=True)[0]["action"] for _ in "12")
         assert torch.equal(first["a"], second["a"])
         agent.learn(next(acted))
+    agent.flags.replay_start = 10**6  # As of a resumed run that is to be longer.
+    agent.learn(next(acted))
+    assert not agent.net.uniform
 
 
 def test_target_critics_follow_slowly():

@@ -264,8 +264,8 @@ def run_parser() -> argparse.ArgumentParser:
     g.add_argument("--total_steps", type=number(int, 1), default=10_000_000,
                    metavar="N", help="agent steps to train for (default: %(default)s)")
     g.add_argument("--batch_size", type=number(int, 1, 10**6), default=4,
-                   metavar="B", help="rollouts in a learner batch "
-                   "(default: %(default)s)")
+                   metavar="B", help="rollouts in a learner batch (default: "
+                   "%(default)s; of PolyBeast's IMPALA on a GPU, of images, 32)")
     g.add_argument("--unroll_length", type=number(int, 1, 10**6), default=20,
                    metavar="T", help="steps in a rollout (default: %(default)s)")
     g.add_argument("--one_episode_rollouts", action="store_true",

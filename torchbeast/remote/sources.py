@@ -54,7 +54,8 @@ def server_parser() -> argparse.ArgumentParser:
                    help="servers of its own, without --server_addresses (default: one "
                    "per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), metavar="E",
-                   help="environments of each (default: those of 32 agents in all)")
+                   help="environments of each (default: those of 32 agents in all, "
+                   "of eight batches' if a GPU learns)")
     g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
                    default=60, metavar="S",
                    help="time without any server after which the run ends "
