@@ -66,8 +66,6 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-BATCH_SIZE_ON_GPU = 32  # For images: smaller updates are mostly launches there.
-
 
 def parser():
     """Returns the agent's flags, for argparse's parents=."""
@@ -117,6 +115,8 @@ class Agent(agents.Agent):
     torchbeast/agents.py says what a program needs of an agent, and has what is not
     IMPALA's own: the encoder, rewards, statistics of normalisation, checkpoints.
     """
+
+    images_on_gpu = dict(batch_size=8, num_envs=256)
 
     def defaults(self, observation_space, action_space):
         """Returns {flag: its value where the command line has none}, by the kind of
@@ -269,12 +269,7 @@ def inference(batcher, agent, weights, device):
     agent.net.eval().to(device, memory_format=torch.channels_last)
     version = None
 
-    def act(step, core_state):
-        inputs = devices.Lazy(step, device), devices.send(core_state, device)
-        with graphs.not_capturing(agent.flags):
-            outputs = agent.act(*inputs)
-        return devices.to_host(outputs, device)
-
+    act = graphs.Acting(agent, device)
     for batch in batcher:
         version = weights.fetch(agent.net, version)
         step, core_state = batch.get_inputs()

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
 
 from benchmarks import limit, throughput  # noqa: E402
 from torchbeast import machine  # noqa: E402
@@ -43,7 +44,7 @@ def rate(function, num_steps, seconds):
 
 def learner(seconds, compiled=False):
     """Frames per second of updates alone, deep network."""
-    for B in (4, 32, 80, 320):
+    for B in (4, 8, 32, 80, 320):
         for precision in PRECISIONS:
             args = [*PONG, "--batch_size", str(B), "--precision", precision]
             args += ["--compile"] * compiled
@@ -78,7 +79,35 @@ def environments(seconds):
             )
 
 
-# Launch-bound: what --cuda_graphs is for.
+def kernels(seconds):
+    """Of the deep network: {kernel: [microseconds, number of launches]} of an update of
+    32 rollouts, and of acting on 128 images."""
+    for precision in PRECISIONS:
+        args = [*PONG, "--precision", precision, "--batch_size", "32"]
+        flags = limit.parse("polybeast", [*args, "--no-cuda_graphs"])
+        for name, stage in (
+            ("update", functools.partial(limit.update_stage, flags)),
+            ("act", functools.partial(limit.inference_stage, flags, 128)),
+        ):
+            yield f"{name}, {precision}", lambda stage=stage: profile(stage())
+
+
+def profile(function, num=3):
+    for _ in range(5):
+        function()
+    with torch.profiler.profile() as found:
+        for _ in range(num):
+            function()
+        torch.cuda.synchronize()
+    of_gpu = [x for x in found.key_averages() if x.device_type != DeviceType.CPU]
+    of_gpu.sort(key=lambda x: -x.self_device_time_total)
+    return {
+        x.key[:150]: [round(x.self_device_time_total / num), x.count / num]
+        for x in of_gpu[:20]
+    }
+
+
+# Mostly launches: what graphs are for.
 AGENTS = {
     "IMPALA, Pong": [*PONG, "--batch_size", "4"],
     "IMPALA, CartPole": ["--env", "CartPole-v1"],
@@ -95,7 +124,7 @@ def agents(seconds):
     """Steps per second that each agent learns from, by its own replay ratio and number
     of epochs; without graphs, with them, and with the replay on the GPU."""
     for name, args in AGENTS.items():
-        for more in ((), ("--cuda_graphs",), ("--cuda_graphs", *ON_GPU)):
+        for more in (("--no-cuda_graphs",), (), ON_GPU):
             if ON_GPU[0] in more and "--replay_start" not in args:
                 continue
             flags = [*args, *more, "--precision", "float32"]
@@ -109,11 +138,11 @@ def learn(args, seconds):
 
 
 def runs(seconds):
-    """Steps per second of PolyBeast on Pong, deep network: with the defaults, with
-    graphs, and with smaller batches or more servers; and of MonoBeast."""
-    graphs = ["--cuda_graphs"] * torch.cuda.is_available()
+    """Steps per second of PolyBeast on Pong, deep network: with the defaults, without
+    graphs, and with other batches or more servers; and of MonoBeast."""
     more = ["--num_servers", str(2 * os.cpu_count()), "--envs_per_server", "8"]
-    for args in ([], ["--batch_size", "4"], graphs, more, [*graphs, *more]):
+    sizes = (["--batch_size", size] for size in ("4", "32"))
+    for args in ([], ["--no-cuda_graphs"], more, *sizes):
         name = " ".join(args) or "defaults"
         yield name, functools.partial(run, "polybeast", [*PONG, *args], seconds)
     yield "MonoBeast", functools.partial(run, "monobeast", PONG, seconds)
@@ -153,7 +182,7 @@ def main():
             results.setdefault(part, {})[name] = x = attempt(function)
             path.write_text(json.dumps(results, indent=1) + "\n")  # So far.
             if isinstance(x, dict):
-                x = x["steps_per_second"]
+                x = x.get("steps_per_second", str(x))
             print(f"{part}, {name}: {x if isinstance(x, str) else f'{x:,.1f}'}")
 
 
@@ -168,7 +197,16 @@ def attempt(function):
 
 PARTS = {
     part.__name__: part
-    for part in (inference, learner, agents, compiled, environments, runs, streams)
+    for part in (
+        inference,
+        learner,
+        kernels,
+        agents,
+        compiled,
+        environments,
+        runs,
+        streams,
+    )
 }
 
 if __name__ == "__main__":

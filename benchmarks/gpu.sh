@@ -6,7 +6,7 @@
 #     sh benchmarks/gpu.sh dist/gpu OUT [PART ...] # There: OUT/log.txt, gpu.json, warp.json
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
-# hangs costs no other. Without PART all but `compiled` and `streams` run, in 17 minutes at
+# hangs costs no other. Without PART all but `kernels`, `compiled` and `streams` run, in 17 minutes at
 # most.
 set -u
 wheels=$(realpath "$1")
@@ -65,11 +65,12 @@ print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
     warp) run 90 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
     inference) gpu 40 inference ;;
     learner) gpu 60 learner ;;
+    kernels) gpu 60 kernels ;;
     agents) gpu 120 agents ;;
     compiled) gpu 300 compiled ;;
     runs) gpu 240 environments runs ;;
     streams) gpu 120 streams ;;
-    *) echo "$part: expected machine, tests, learning, warp, inference, learner, agents, compiled," \
-        "runs or streams" ;;
+    *) echo "$part: expected machine, tests, learning, warp, inference, learner, kernels, agents," \
+        "compiled, runs or streams" ;;
     esac
 done

@@ -33,6 +33,7 @@ def parse(program, args):
     module = importlib.import_module(program)
     agent = args[args.index("--agent") + 1] if "--agent" in args else "polybeast"
     flags = command_line.parse_args(module.program_parser(agent), args)
+    flags.command = [program, *args]
     # PolyBeast's depend on whether there are images.
     images = [1, True] if program == "polybeast" and "NoFrameskip" in flags.env else []
     module.set_defaults(flags, *images)

@@ -10,6 +10,7 @@ that all of them used together (pages they share counted once).
 """
 
 import argparse
+import collections
 import contextlib
 import csv
 import json
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 
+import numpy as np
 import psutil
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -109,6 +111,21 @@ def used():
     return result
 
 
+def of_threads(learner):
+    """{(program, thread's name, id): processor seconds [in user mode, in the kernel]}
+    of all this benchmark's descendants, of which the learner has this process id."""
+    result = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            program = "learner" if process.pid == learner else "others"
+            for x in process.threads():
+                with contextlib.suppress(OSError):
+                    path = pathlib.Path(f"/proc/{process.pid}/task/{x.id}/comm")
+                    seconds = np.array([x.user_time, x.system_time])
+                    result[program, path.read_text().strip(), x.id] = seconds
+    return result
+
+
 def measure(program, args, seconds, warm_up=WARM_UP_S):
     """Runs the program for as long. A dict of what was measured."""
     with tempfile.TemporaryDirectory() as savedir:
@@ -118,10 +135,6 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
             command(program, args), cwd=ROOT, stderr=subprocess.DEVNULL
         )
         path = pathlib.Path(savedir, "x", "logs.csv")
-
-        def of_threads():
-            times = psutil.Process(process.pid).threads()
-            return {x.id: x.user_time + x.system_time for x in times}
 
         def sleep(seconds):
             time.sleep(seconds)
@@ -133,14 +146,14 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
                 sleep(0.1)
             sleep(warm_up)
             before, first, peak_mb = used(), read(path)[-1], 0
-            before_threads = of_threads()
+            threads_before = of_threads(process.pid)
             start = time.monotonic()
             # At least to the next line of logs.csv.
             while time.monotonic() - start < seconds or read(path)[-1] == first:
                 sleep(min(2, seconds))
                 peak_mb = max(peak_mb, sum(mb for _, mb in used().values()))
             after, last = used(), read(path)[-1]
-            threads = {i: s - before_threads.get(i, 0) for i, s in of_threads().items()}
+            threads = of_threads(process.pid)
             flags = json.loads(path.with_name("meta.json").read_text())["flags"]
         finally:
             process.terminate()
@@ -149,10 +162,20 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
     seconds = {pid: s - before.get(pid, (0, 0))[0] for pid, (s, _) in after.items()}
     learner = seconds.pop(process.pid)
     took = float(last["seconds"]) - float(first["seconds"])
-    busiest = sorted((s / took for s in threads.values()), reverse=True)
+    busiest, by_name = [], collections.defaultdict(lambda: np.zeros(2))
+    for key, x in threads.items():
+        x = x - threads_before.get(key, 0)
+        by_name[" ".join(key[:2])] += 1e6 * x / steps
+        if key[0] == "learner":
+            busiest.append(x.sum() / took)
     return {
         "steps_per_second": steps / took,
-        "busiest_threads": [round(x, 2) for x in busiest[:8]],  # Of the learner's.
+        # Of the learner's.
+        "busiest_threads": [round(x, 2) for x in sorted(busiest, reverse=True)[:8]],
+        # By program and name, where it is at least 1: in user mode, in the kernel.
+        "threads_us": {
+            n: x.round(1).tolist() for n, x in by_name.items() if sum(x) > 1
+        },
         "learner_us": 1e6 * learner / steps,
         "others_us": 1e6 * sum(seconds.values()) / steps,
         "peak_mb": peak_mb,
@@ -206,7 +229,7 @@ def main():
     runs = {}
     for name in options.runs:
         results = [r[name] for r in rounds]
-        others = "rates", "precision", "busiest_threads"
+        others = "rates", "precision", "busiest_threads", "threads_us"
         keys = [key for key in results[0] if key not in others]
         medians = {key: statistics.median(r[key] for r in results) for key in keys}
         runs[name] = {

@@ -21,24 +21,25 @@ def test_a_gpu_whose_driver_is_too_old_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     expected = "--learner_device cpu does without it: The driver is too old .*11040.*$"
     with pytest.raises(BadInput, match=expected):
-        devices.set_defaults(Namespace(learner_device=None))
-    devices.set_defaults(Namespace(learner_device="cpu"))
+        devices.set_defaults(Namespace(learner_device=None, cuda_graphs=None))
+    devices.set_defaults(Namespace(learner_device="cpu", cuda_graphs=None))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_the_learner_is_on_a_gpu_of_any_kind_by_default(kind, monkeypatch):
     monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: True)
-    chosen = Namespace(learner_device=None)
+    chosen = Namespace(learner_device=None, cuda_graphs=None)
     devices.set_defaults(chosen)
-    assert chosen.learner_device == kind
+    assert chosen.learner_device == kind and chosen.cuda_graphs == (kind == "cuda")
 
 
 @pytest.mark.parametrize(
     ("args", "batch_size", "num_envs"),
     [
-        ([], 32, 256),
-        (["--batch_size", "8"], 8, 64),
+        ([], 8, 256),
+        (["--batch_size", "64"], 64, 512),
         (["--preset", "a2c"], 16, 16),
+        (["--agent", "examples.rnd.agent"], 8, 256),  # It extends IMPALA.
         (["--agent", "r2d2"], 4, 32),
         (["--learner_device", "cpu"], 4, 32),
     ],
@@ -91,9 +92,13 @@ def test_convolutions_have_the_precision_that_is_named(precision, monkeypatch):
     assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
 
 
-def test_what_is_read_of_a_lazy_dict_is_sent(monkeypatch):
+def test_what_is_read_of_a_lazy_dict_is_found():
     sent = []
-    monkeypatch.setattr(devices, "send", lambda x, device: sent.append(x) or -x)
+
+    def negate(_, x):
+        sent.append(x)
+        return -x
+
     for read in (
         lambda x: {"a": x["a"], "b": x["b"]},
         lambda x: {**x},
@@ -108,8 +113,8 @@ def test_what_is_read_of_a_lazy_dict_is_sent(monkeypatch):
         lambda x: {name: x[name] for name in reversed(x)},
     ):
         sent.clear()
-        assert read(devices.Lazy({"a": 1, "b": 2}, None)) == {"a": -1, "b": -2}
+        assert read(devices.Lazy({"a": 1, "b": 2}, negate)) == {"a": -1, "b": -2}
         assert sorted(sent) == [1, 2]
-    lazy = devices.Lazy({"a": 1, "b": 2}, None)
+    lazy = devices.Lazy({"a": 1, "b": 2}, negate)
     sent.clear()
     assert lazy["a"] == -1 and lazy.get("c") is None and sent == [1]

@@ -1,5 +1,7 @@
 """Gradient steps as CUDA graphs, on a GPU that is not there."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,11 +9,11 @@ import monobeast
 import polybeast
 import warpbeast
 from tests.test_pretended_gpu import ON_GPU, PIXELS, Batch, flags_of, gpus  # noqa: F401
-from torchbeast import checkpoint, graphs, ranks
+from torchbeast import checkpoint, devices, graphs, ranks
 from torchbeast.environment import probe
 from torchbeast.graphs import Graphs
 from torchbeast.messages import BadInput
-from torchbeast.nests import leaves
+from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import make_agent
 
 QUICK = "monobeast polybeast CartPole-v1 --num_epochs 3"
@@ -47,10 +49,10 @@ def train(case, path, updates):
 def compare(case, updates, path, monkeypatch, equal=True):
     """Trains with graphs, without, and with all but the graphs. The last has what the
     first has, equal or nearly so."""
-    graphed = train(f"{case} --cuda_graphs", path / "graphed", updates)
-    ordinary = train(case, path / "ordinary", updates)
+    graphed = train(case, path / "graphed", updates)
+    ordinary = train(f"{case} --no-cuda_graphs", path / "ordinary", updates)
     monkeypatch.setattr(graphs, "WARM_UP", 10**9)
-    one_by_one = train(f"{case} --cuda_graphs", path / "one by one", updates)
+    one_by_one = train(case, path / "one by one", updates)
     assert graphed.keys() == one_by_one.keys() == ordinary.keys()
     for name, x in graphed.items():
         assert not equal or torch.equal(x, one_by_one[name]), name
@@ -76,11 +78,11 @@ def test_replayed_gradient_steps_are_those_that_are_launched_one_by_one(
     compare(case, 2 if case == QUICK else 6, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("flags", [(), ("--cuda_graphs",)], ids=str)
+@pytest.mark.parametrize("flags", ["", " --no-cuda_graphs"])
 def test_a_run_may_be_resumed_with_graphs_and_without(flags, gpus, tmp_path):  # noqa: F811
-    case, graphed = f"{QUICK} --momentum 0.5", " --cuda_graphs"
-    before = train(case + " ".join(("", *flags)), tmp_path, 4)
-    after = train(case + ("" if flags else graphed), tmp_path, 8)
+    case = f"{QUICK} --momentum 0.5"
+    before = train(case + flags, tmp_path, 4)
+    after = train(case + ("" if flags else " --no-cuda_graphs"), tmp_path, 8)
     assert before.keys() == after.keys()
     steps = {int(x) for k, x in after.items() if k.endswith("/step")}
     assert steps == {24}  # Of 8 updates of 3 epochs.
@@ -94,9 +96,10 @@ def test_what_a_graph_cannot_have_is_named_in_one_line(gpus, tmp_path, monkeypat
         return loss if loss.item() < 1e9 else 0 * loss, statistics
 
     monkeypatch.setattr(polybeast.Agent, "loss", loss)
-    with pytest.raises(BadInput, match="--cuda_graphs: a graph cannot have /.*: .*item|"
-                       "_local_scalar_dense at tests/test_graphs.py") as e:  # fmt: skip
-        train(f"{QUICK} --cuda_graphs", tmp_path, 4)
+    with pytest.raises(BadInput, match="a graph cannot have /.*: .*(item|"
+                       "_local_scalar_dense at tests/test_graphs.py).*; "
+                       "--no-cuda_graphs does without them") as e:  # fmt: skip
+        train(QUICK, tmp_path, 4)
     assert "\n" not in str(e.value)
 
 
@@ -178,29 +181,74 @@ def test_of_batches_of_many_shapes_only_the_first_are_captured(own):
     assert called == [*[graphs.WARM_UP + 1] * graphs.MAX_SHAPES, graphs.WARM_UP + 3]
 
 
-def test_nobody_acts_while_a_step_is_captured(own, tmp_path):
-    """Some versions of PyTorch would draw no random numbers."""
+def test_nobody_acts_while_a_step_is_launched(own, tmp_path):
+    """Beside what is captured some versions of PyTorch draw no random numbers."""
     step = own.of(
         lambda x: 1 * x.fill_(graphs._capturing.locked()),
         torch.ones((), device="cuda:0"),
     )
-    assert [step().item() for _ in range(5)] == [0, 0, 0, 1, 1]
-    args = "polybeast", "CartPole-v1", "--cuda_graphs"
-    flags = flags_of(polybeast, tmp_path, *args, updates=1)
-    env, _ = probe(polybeast.polybeast_env.create_env, flags, 1)
-    agent, locked = make_agent(flags, env), []
-    act = agent.act
-    agent.act = lambda *x: locked.append(graphs._capturing.locked()) or act(*x)
-
-    class Weights:
-        def fetch(self, net, version):
-            return 0
-
-    step = {k: torch.as_tensor(x)[None] for k, x in env.initial(1).items()}
-    polybeast.inference(
-        [Batch((step, agent.initial_state(1)))],
-        agent,
-        Weights(),
-        torch.device("cuda:0"),
-    )
+    assert [step().item() for _ in range(5)] == [1] * 5
+    locked = []
+    with acting(tmp_path) as (agent, act, batch):
+        of_agent = agent.act
+        agent.act = lambda *x: locked.append(graphs._capturing.locked()) or of_agent(*x)
+        act(*batch(1))
     assert locked == [True] and not graphs._capturing.locked()
+
+
+@contextlib.contextmanager
+def acting(path, *args):
+    """(an agent, its Acting, a function that makes batches of n rows)."""
+    flags = flags_of(polybeast, path, "polybeast", "CartPole-v1", *args, updates=1)
+    polybeast.set_defaults(flags)
+    device = torch.device("cuda:0")
+    env, _ = probe(polybeast.polybeast_env.create_env, flags, 8)
+    agent = make_agent(flags, env)
+    agent.net.eval().to(device)
+    step = {k: torch.as_tensor(x)[None] for k, x in env.initial(1).items()}
+
+    def batch(n):
+        step["observation"] = torch.randn(1, 8, 4)
+        inputs = step, agent.initial_state(8)
+        return Batch(map_structure(lambda x: x[:, :n].contiguous(), inputs)).inputs
+
+    with torch.inference_mode(), devices.own_stream(device):
+        yield agent, graphs.Acting(agent, device), batch
+
+
+def compare_acting(path, *args):
+    """Acts on batches of many sizes, in graphs and by itself."""
+    sizes = [1, 3, 8, 5, 2, 7, 6, 4, 1, 8, 3, 2, 5, 6, 7, 3, 1, 8, 4, 2, 1, 1, 2, 2]
+    with acting(path, *args) as (agent, act, batch):
+        calls, of_agent = [], agent.act
+
+        def counting(step, core_state):
+            calls.append(len(step["done"][0]))
+            return of_agent(step, core_state)
+
+        agent.act = counting
+        for n in sizes:
+            inputs = batch(n)
+            found, state = act(*inputs)
+            of_agent_alone = of_agent(*map_structure(lambda x: x.to("cuda:0"), inputs))
+            expected, expected_state = devices.to_host(of_agent_alone, act._device)
+            assert found["action"].shape == (1, n)
+            found, expected = (
+                leaves((outputs["policy_logits"], after))
+                for outputs, after in ((found, state), (expected, expected_state))
+            )
+            for (_, x), (_, y) in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert {n: calls.count(n) for n in calls} == dict.fromkeys((1, 2, 4, 8), 4)
+
+
+@pytest.mark.parametrize("args", [(), ("--use_lstm",)], ids=str)
+def test_who_acts_in_a_graph_does_so_for_batches_of_any_size(args, gpus, tmp_path):  # noqa: F811
+    compare_acting(tmp_path, *args)
+
+
+def test_a_number_of_pythons_is_brought_up_to_date(own, monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_REPLAYS", 4)
+    numbers = iter(range(99))
+    step = own.of(lambda x: x + next(numbers), torch.zeros((), device="cuda:0"))
+    assert [step().item() for _ in range(12)] == [0, 1, 2, *[3] * 4, *[4] * 4, 5]

@@ -27,6 +27,9 @@ def set_defaults(flags):
         if ranks.current.num > 1 and name != "cpu":
             index = ranks.current.local_rank % getattr(torch, name).device_count()
             flags.learner_device = f"{name}:{index}"
+    if flags.cuda_graphs is None:
+        one = ranks.current.num == 1
+        flags.cuda_graphs = one and flags.learner_device.startswith("cuda")
 
 
 def find_accelerator():
@@ -145,19 +148,19 @@ def send_late(x, device):
 
 
 class Lazy(MutableMapping, dict):
-    """A dict whose nests are sent to a device when they are first read, in whatever
-    way: of a step's fields, networks read less than half."""
+    """A dict {name: nest} of which a nest becomes find(name, nest) when it is first
+    read, in whatever way: of a step's fields, networks read less than half."""
 
     __setitem__, __delitem__ = dict.__setitem__, dict.__delitem__
     __len__, __contains__ = dict.__len__, dict.__contains__
     __reversed__ = dict.__reversed__
 
-    def __init__(self, nests, device):
+    def __init__(self, nests, find):
         super().__init__(nests)
-        self.device = device
+        self._find = find
 
     def __getitem__(self, name):
-        self[name] = nest = send(dict.__getitem__(self, name), self.device)
+        self[name] = nest = self._find(name, dict.__getitem__(self, name))
         return nest
 
     def __iter__(self):  # Else dict() and ** would take what is not sent yet.

@@ -265,7 +265,7 @@ def run_parser() -> argparse.ArgumentParser:
                    metavar="N", help="agent steps to train for (default: %(default)s)")
     g.add_argument("--batch_size", type=number(int, 1, 10**6), default=4,
                    metavar="B", help="rollouts in a learner batch (default: "
-                   "%(default)s; of PolyBeast's IMPALA on a GPU, of images, 32)")
+                   "%(default)s; of PolyBeast's IMPALA on a GPU, of images, 8)")
     g.add_argument("--unroll_length", type=number(int, 1, 10**6), default=20,
                    metavar="T", help="steps in a rollout (default: %(default)s)")
     g.add_argument("--one_episode_rollouts", action="store_true",
@@ -285,9 +285,10 @@ def run_parser() -> argparse.ArgumentParser:
                    "with AMX, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network, for GPUs: slower to start")
-    g.add_argument("--cuda_graphs", action="store_true",
-                   help="launch each gradient step as one CUDA graph, which makes "
-                   "those of small networks several times as fast")
+    g.add_argument("--cuda_graphs", action=argparse.BooleanOptionalAction,
+                   help="launch each gradient step, and each batch to act on, as one "
+                   "CUDA graph: several times as fast (default: where one learner "
+                   "has a GPU)")
 
     g = p.add_argument_group("test")
     g.add_argument("--checkpoint", metavar="FILE", type=path,

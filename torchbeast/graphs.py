@@ -1,11 +1,11 @@
-"""CUDA graphs: gradient steps that are launched as a whole, not kernel by kernel.
+"""CUDA graphs: gradient steps, and act(), launched as a whole, not kernel by kernel.
 
     step = agent.graphs.of(gradient_step, batch)
     statistics = step(*others)
 
-Without --cuda_graphs, step(*others) is gradient_step(batch, *others). With it, a call
-is captured after the first few, and replayed in later ones: what the gradient step does
-on the GPU happens again, on new numbers, and nothing of what it does in Python.
+With --no-cuda_graphs, step(*others) is gradient_step(batch, *others). Else a call is
+captured after the first few, and replayed in later ones: what the gradient step does on
+the GPU happens again, on new numbers, and nothing of what it does in Python.
 """
 
 import contextlib
@@ -17,12 +17,14 @@ from collections import Counter
 
 import torch
 
-from torchbeast import ranks
+from torchbeast import devices, ranks
 from torchbeast.messages import BadInput, first_line
 from torchbeast.nests import leaves, map_structure
 
 WARM_UP = 3  # Of a thread, before one is captured: libraries get ready in them.
 MAX_SHAPES = 8  # Of batches; those of more shapes come too rarely to be captured.
+# Calls after which one is captured anew: so many old are Python's numbers at most.
+MAX_REPLAYS = 2000
 
 _capturing = threading.Lock()
 
@@ -67,13 +69,75 @@ class Graphs:
         return step
 
 
+class Acting:
+    """An agent's act() for batches in host memory, [1, n, ...]: called with (step,
+    core_state), it returns what act() does, in host memory. Of one thread alone.
+
+    With --cuda_graphs there is a graph for 1, 2, 4, ... rows each, the last of which
+    may be left over from another batch.
+    """
+
+    def __init__(self, agent, device):
+        self._agent, self._device = agent, device
+        several = hasattr(agent, "agents")  # Each acts on as many rows as it happens.
+        captures = agent.flags.cuda_graphs and device.type == "cuda" and not several
+        self._steps = {} if captures else None  # {rows: (inputs on the GPU, _Step)}
+        self._batch, self._fields = None, []  # Those of a step that act() reads.
+
+    def __call__(self, step, core_state):
+        if self._steps is None:
+            step = devices.Lazy(step, lambda _, x: devices.send(x, self._device))
+            with not_capturing(self._agent.flags):
+                outputs = self._agent.act(step, devices.send(core_state, self._device))
+            return devices.to_host(outputs, self._device)
+        n = step["done"].shape[1]
+        size = 1 << (n - 1).bit_length()
+        self._batch = step, core_state
+        if size not in self._steps:
+            inputs = map_structure(lambda x: self._room(x, size), self._batch)
+            self._steps[size] = inputs, _Step(torch.cuda.current_stream())
+        inputs, own = self._steps[size]
+        for name in self._fields:
+            map_structure(_copy_rows, step[name], inputs[0][name])
+        map_structure(_copy_rows, core_state, inputs[1])
+        outputs = devices.to_host(own.launch(self._act, inputs), self._device)
+        return map_structure(lambda x: x[:, :n], outputs)
+
+    def _act(self, inputs):
+        step, core_state = inputs
+        return self._agent.act(devices.Lazy(step, self._find), core_state)
+
+    def _find(self, name, there):
+        if name not in self._fields:  # It is sent beforehand from the next call on.
+            self._fields.append(name)
+            map_structure(_copy_rows, self._batch[0][name], there)
+        return there
+
+    def _room(self, x, size):
+        return x[:, :1].to(self._device).repeat(1, size, *[1] * (x.dim() - 2))
+
+
 class _Step:
     """Calls of a function whose arguments differ in their numbers alone."""
 
     def __init__(self, stream):
         self._stream, self._graph, self._calls = stream, None, Counter()
+        self._replays = 0
 
     def __call__(self, function, batch, *others):
+        """Returns the function's result."""
+        result = self.launch(function, batch, *others)
+        if self._graph is None:
+            return result
+        it = iter(self._numbers.clone())  # A copy of all of them at once.
+        return map_structure(lambda x: x.clone() if x.dim() else next(it), result)
+
+    def launch(self, function, batch, *others):
+        """As a call, but the next one may overwrite the result."""
+        with _capturing:
+            return self._launch(function, batch, *others)
+
+    def _launch(self, function, batch, *others):
         self._calls[me := threading.get_ident()] += 1
         if self._graph is None and self._calls[me] <= WARM_UP:
             current = torch.cuda.current_stream()
@@ -82,19 +146,20 @@ class _Step:
                 result = function(batch, *others)
             current.wait_stream(self._stream)
             return result
-        if self._graph is None:
+        if self._graph is None or self._replays == MAX_REPLAYS:
             self._capture(function, batch, others)
         map_structure(_copy, others, self._others)
         self._graph.replay()
-        it = iter(self._numbers.clone())  # A copy of all of them at once.
-        return map_structure(lambda x: x.clone() if x.dim() else next(it), self._result)
+        self._replays += 1
+        return self._result
 
     def _capture(self, function, batch, others):
+        self._graph, self._result, self._replays = None, None, 0  # Frees its memory.
         graph, self._others = torch.cuda.CUDAGraph(), map_structure(_copy, others)
         # Other threads may do as they like meanwhile.
         options = dict(stream=self._stream, capture_error_mode="thread_local")
         try:
-            with _capturing, torch.cuda.graph(graph, **options):
+            with torch.cuda.graph(graph, **options):
                 self._result = function(batch, *self._others)
                 numbers = [x for _, x in leaves(self._result) if x.dim() == 0]
                 self._numbers = torch.stack(numbers) if numbers else torch.zeros(0)
@@ -103,7 +168,7 @@ class _Step:
                 e = e.__context__
             at = traceback.extract_tb(e.__traceback__)[-1]
             what = f"a graph cannot have {at.filename}:{at.lineno}: {first_line(e)}"
-            raise BadInput(f"--cuda_graphs: {what}") from e
+            raise BadInput(f"{what}; --no-cuda_graphs does without them") from e
         self._graph = graph
 
 
@@ -112,6 +177,10 @@ def _shapes(nest):
         (path, x.shape, x.dtype) if torch.is_tensor(x) else x
         for path, x in leaves(nest)
     )
+
+
+def _copy_rows(x, into):
+    into[:, : x.shape[1]].copy_(x, non_blocking=True)
 
 
 def _copy(x, into=None):

@@ -39,10 +39,10 @@ class PublishedWeights:
         """Returns an event that has passed once the weights are there, or None if they
         are."""
         on_host = self.device.type == "cpu"
-        weights = {
-            name: x.detach().to(self.device, non_blocking=on_host, copy=True)
-            for name, x in model.state_dict().items()
-        }
+        weights = [
+            x.detach().to(self.device, non_blocking=on_host, copy=True)
+            for x in model.state_dict().values()
+        ]
         # Of the one that copies: the learner's may be a GPU.
         device = next(model.parameters()).device if on_host else self.device
         copied = devices.record_event(device)
@@ -64,9 +64,9 @@ class PublishedWeights:
             else:
                 stream = devices.backend(self.device).current_stream(self.device)
                 stream.wait_event(copied)
-                for x in weights.values():
+                for x in weights:
                     x.record_stream(stream)
-            model.load_state_dict(weights)
+            torch._foreach_copy_(list(model.state_dict().values()), weights)
         return version
 
 

@@ -41,12 +41,12 @@ EPISODE_FIELDS = (
 )
 
 
-def spread(flags, num, num_envs, num_agents=1):
+def spread(flags, num, num_envs, num_agents=1, least=32):
     """Returns (the number of actors or servers, the environments of each), by default
-    one for each core, and environments of 32 agents in all, of eight batches' if a GPU
-    learns. Where acting waits for updates, a batch has the same number of rollouts of
-    each agent if that can be: a --batch_size that the command line does not have is
-    rounded up to that."""
+    one for each core, and environments of `least` agents in all, of eight batches' if
+    that is more and a GPU learns. Where acting waits for updates, a batch has the same
+    number of rollouts of each agent if that can be: a --batch_size that the command
+    line does not have is rounded up to that."""
     sync = synchronous(flags)
     if sync and num_agents > 1 and not is_given(flags, "batch_size"):
         unit = num_agents * ranks.current.num
@@ -61,7 +61,8 @@ def spread(flags, num, num_envs, num_agents=1):
         num = divisor(in_batch, machine.num_cores())
     if num_envs is None:
         on_gpu = flags.learner_device != "cpu" and not sync
-        together = max(32, 8 * ranks.current.share(flags.batch_size)) if on_gpu else 32
+        in_batches = 8 * ranks.current.share(flags.batch_size) if on_gpu else 0
+        together = max(least, in_batches)
         of_each = in_batch // math.gcd(in_batch, max(1, num))
         num_envs = divisor(of_each, max(1, together // num_agents // max(1, num)))
     return num, num_envs

@@ -54,8 +54,8 @@ def server_parser() -> argparse.ArgumentParser:
                    help="servers of its own, without --server_addresses (default: one "
                    "per core)")
     g.add_argument("--envs_per_server", type=number(int, 1, MAX_ENVS), metavar="E",
-                   help="environments of each (default: those of 32 agents in all, "
-                   "of eight batches' if a GPU learns)")
+                   help="environments of each (default: those of 32 agents in all; "
+                   "if a GPU learns, of eight batches', and of IMPALA's images 256)")
     g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
                    default=60, metavar="S",
                    help="time without any server after which the run ends "
@@ -85,12 +85,15 @@ def set_defaults(flags, num_agents=1, images=False):
     devices.set_defaults(flags)
     if flags.actor_device is None:
         flags.actor_device = flags.learner_device
-    chosen = is_given(flags, "batch_size") or getattr(flags, "preset", None)
-    if images and flags.learner_device != "cpu" and not chosen:
-        agent = load_agent(flags.agent)
-        flags.batch_size = getattr(agent, "BATCH_SIZE_ON_GPU", flags.batch_size)
+    least = 32
+    preset = getattr(flags, "preset", None)
+    if images and flags.learner_device != "cpu" and preset is None:
+        on_gpu = load_agent(flags.agent).Agent.images_on_gpu
+        least = on_gpu.get("num_envs", least)
+        if "batch_size" in on_gpu and not is_given(flags, "batch_size"):
+            flags.batch_size = on_gpu["batch_size"] * ranks.current.num
     flags.num_servers, flags.envs_per_server = rollouts.spread(
-        flags, flags.num_servers, flags.envs_per_server, num_agents
+        flags, flags.num_servers, flags.envs_per_server, num_agents, least
     )
 
 
