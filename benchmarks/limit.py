@@ -80,17 +80,21 @@ def repeat(nest, *shape):
 def inference_stage(flags, n):
     import torch
 
+    from torchbeast import devices, graphs
+
     env = polybeast_env.create_env(flags, 1)
     step = repeat(env.initial(0), 1, n)
     device = torch.device(getattr(flags, "actor_device", "cpu"))
     agent = make_agent(flags, env)
     agent.net.eval().to(device, memory_format=torch.channels_last)
-    core_state = agent.initial_state(n)
+    batch = step, agent.initial_state(n)
+    if device.type != "cpu":
+        batch = map_structure(torch.Tensor.pin_memory, batch)
+    act, stream = graphs.Acting(agent, device), devices.own_stream(device)
 
     def evaluate():
-        inputs = map_structure(lambda x: x.to(device), (step, core_state))
-        outputs, _ = agent.act(*inputs)
-        map_structure(lambda x: x.cpu(), outputs)
+        with stream, torch.inference_mode():
+            act(*batch)
 
     return evaluate
 

@@ -24,7 +24,7 @@ from tests import (
     warp_references,
 )
 from tests.programs import Program, load, read_logs, run, wait_for_steps
-from torchbeast import devices, ranks
+from torchbeast import devices, graphs, ranks
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.warp import consistency, nearest
 
@@ -130,7 +130,8 @@ def test_updates_take_no_more_and_no_more_memory():
         torch.cuda.synchronize()
         return torch.cuda.memory_reserved(), psutil.Process().memory_info().rss
 
-    for num in (2000, 8000):  # A gradient step is captured anew in each.
+    # In the middle between two captures.
+    for num in (graphs.MAX_REPLAYS * 5 // 2, 4 * graphs.MAX_REPLAYS):
         before = used()
         for _ in range(num):
             update()

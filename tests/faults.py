@@ -102,7 +102,9 @@ def test_a_run_that_is_killed_over_and_over_loses_no_more_than_it_had_not_saved(
 
 @pytest.mark.survives("learner-killed")
 @both
-def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
+def test_a_killed_run_leaves_no_process_no_file_and_no_lock(
+    savedir, module, empty_temporary_directory
+):
     """Not even actors and servers that are in the middle of a step."""
     with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
         program.wait_for("sleeps for an hour")
@@ -111,6 +113,7 @@ def test_a_killed_run_leaves_no_process_and_no_lock(savedir, module):
         program.signal(signal.SIGKILL)
         assert program.end() == -signal.SIGKILL
     files.lock(savedir / "x" / "lock").close()
+    assert not list(empty_temporary_directory.iterdir())
 
 
 @pytest.mark.survives("run-in-use")

@@ -204,6 +204,7 @@ class PretendedGpus:
                 stream=self.stream,
                 CUDAGraph=Graph,
                 graph=self.capture,
+                is_current_stream_capturing=lambda: self.graph is not None,
                 mem_get_info=lambda device: (2**40, 2**40),
                 get_device_name=lambda device=None: "pretended",
             ),

@@ -164,12 +164,7 @@ class Program:
 
     def workers(self):
         """Process ids of actors or servers. (multiprocessing has helpers, too.)"""
-        names = "spawn_main", "torchbeast.remote.server", "torchbeast.remote.dialer"
-        return [
-            pid
-            for pid in children(self.process.pid)
-            if any(name in cmdline(pid) for name in names)
-        ]
+        return workers(self.process.pid)
 
     def ranks(self):
         """Process ids of the learners that torchrun has started, in their order."""
@@ -223,6 +218,18 @@ def shared_memory():
     """Names of what PyTorch and multiprocessing have there."""
     names = os.listdir("/dev/shm")
     return {n for n in names if n.startswith(("torch_", "psm_", "sem.", "pym-"))}
+
+
+def workers(pid):
+    """Process ids of a program's actors or servers. (multiprocessing has helpers: one
+    forks the actors.)"""
+    found = []
+    for child in children(pid):
+        if "multiprocessing.forkserver" in cmdline(child):
+            found += children(child)
+        elif "torchbeast.remote." in cmdline(child):
+            found.append(child)
+    return found
 
 
 def children(pid):

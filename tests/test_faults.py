@@ -29,8 +29,6 @@ from tests.programs import (
     TIMEOUT_S,
     args,
     both,
-    children,
-    cmdline,
     command,
     disk,
     load,
@@ -41,6 +39,7 @@ from tests.programs import (
     refusal,
     run,
     wait_for_steps,
+    workers,
 )
 from tests.test_polybeast_env import free_port
 from torchbeast import actors, files, machine, process
@@ -348,12 +347,7 @@ def test_signals_end_a_run_whose_output_nobody_reads(savedir, module):
         with contextlib.suppress(BlockingIOError):
             while True:
                 os.write(fill, b" ")
-        names = "spawn_main", "torchbeast.remote.server"
-        [child] = [
-            pid
-            for pid in children(process.pid)
-            if any(n in cmdline(pid) for n in names)
-        ]
+        [child] = workers(process.pid)
         os.kill(child, signal.SIGKILL)  # It has something to say about that.
         time.sleep(2)
         deadline = time.monotonic() + TIMEOUT_S

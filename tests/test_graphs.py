@@ -9,7 +9,7 @@ import monobeast
 import polybeast
 import warpbeast
 from tests.test_pretended_gpu import ON_GPU, PIXELS, Batch, flags_of, gpus  # noqa: F401
-from torchbeast import checkpoint, devices, graphs, ranks
+from torchbeast import checkpoint, devices, graphs, minibatches, ranks
 from torchbeast.environment import probe
 from torchbeast.graphs import Graphs
 from torchbeast.messages import BadInput
@@ -245,6 +245,46 @@ def compare_acting(path, *args):
 @pytest.mark.parametrize("args", [(), ("--use_lstm",)], ids=str)
 def test_who_acts_in_a_graph_does_so_for_batches_of_any_size(args, gpus, tmp_path):  # noqa: F811
     compare_acting(tmp_path, *args)
+
+
+def test_minibatches_are_drawn_while_nobody_captures(gpus, tmp_path, monkeypatch):  # noqa: F811
+    draw, locked = minibatches.draw, []
+
+    def look(*args):
+        locked.append(graphs._capturing.locked())
+        return draw(*args)
+
+    monkeypatch.setattr(minibatches, "draw", look)
+    train("monobeast ppo CartPole-v1 --num_epochs 2", tmp_path, 1)
+    assert locked == [True, True]
+
+
+def test_a_field_that_act_reads_later_is_named(gpus, tmp_path):  # noqa: F811
+    with acting(tmp_path) as (agent, act, batch):
+        calls, of_agent = [], agent.act
+
+        def reading(step, core_state):
+            calls.append(None)
+            if len(calls) > graphs.WARM_UP:
+                step["episode_step"]
+            return of_agent(step, core_state)
+
+        agent.act = reading
+        for _ in range(graphs.WARM_UP):
+            act(*batch(2))
+        message = "act.. did not read 'episode_step' in its first calls; --no-cuda_gr"
+        with pytest.raises(BadInput, match=message):
+            act(*batch(2))
+
+
+def test_a_result_that_a_graph_would_not_change_is_refused(own):
+    step = own.of(
+        lambda x: {"loss": x + 1, "lost": torch.ones(())},
+        torch.ones(2, device="cuda:0"),
+    )
+    with pytest.raises(BadInput, match="a result on the CPU: lost"):
+        for _ in range(graphs.WARM_UP + 1):
+            step()
 
 
 def test_a_number_of_pythons_is_brought_up_to_date(own, monkeypatch):

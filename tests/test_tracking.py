@@ -312,7 +312,7 @@ def test_a_run_ends_normally_when_wandb_cannot_be_reached(savedir, monkeypatch):
     assert "did not finish within 5 s" in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mlflow_has_config_columns_resumption_and_video(savedir, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 
 import torch
 import torch.multiprocessing as mp
@@ -34,6 +34,7 @@ from torchbeast.process import (
     signals_blocked,
 )
 
+FORKS = mp.get_all_start_methods()[0] != "spawn"  # On Linux, where it is safe.
 PAGE = resource.getpagesize()
 END_S = 20  # An actor's time to close its environments, as long as that gets further.
 
@@ -222,8 +223,9 @@ class Orders:
         while indices is not None:
             try:
                 indices = self._connection.recv()
-            except (EOFError, OSError):
-                indices = None
+            except (EOFError, OSError):  # It was killed, and leaves a directory, which
+                indices = None  # processes have from who starts them.
+                shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
             if indices is None:  # Nobody waits any more for what was ordered before.
                 with contextlib.suppress(queue.Empty):
                     while True:
@@ -287,7 +289,10 @@ class ActorProcesses:
         self._metrics = []  # Guarded by _lock.
         self._stage_seconds = Counter()  # Guarded by _lock.
         self._tracebacks = Repeated()
-        self._context = mp.get_context("spawn")  # Never fork: there are threads.
+        # Forks of a process that has imported PyTorch, once, and has no threads.
+        self._context = mp.get_context("forkserver" if FORKS else "spawn")
+        if FORKS:
+            self._context.set_forkserver_preload(["monobeast", flags.agent])
         self._lock = threading.Lock()
         self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
         self._actors = []  # Guarded by _lock.
@@ -303,11 +308,13 @@ class ActorProcesses:
         try:
             ours, theirs = self._context.Pipe()
             args = self.act, self.flags, seed, self.buffers, self.weights, theirs
-            process = self._context.Process(
-                target=_actor_process, name=f"actor-{index}", args=(index, *args)
-            )
             resource_tracker.ensure_running()  # Else start() does it, and unblocks.
             with signals_blocked():
+                if FORKS:
+                    forkserver.ensure_running()
+                process = self._context.Process(
+                    target=_actor_process, name=f"actor-{index}", args=(index, *args)
+                )
                 process.start()
         except OSError as e:
             raise Stop(f"actor {index} cannot be started: {e.strerror}") from e

@@ -97,7 +97,8 @@ class Agent:
     """
 
     numbers = "mlp"  # What observations that are numbers go through, one of NUMBERS.
-    images_on_gpu = {}  # PolyBeast's batch_size and num_envs for them, if a GPU learns.
+    # PolyBeast's batch_size and num_envs for images, where a GPU learns.
+    images_on_gpu: dict[str, int] = {}
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
     layer_norm = False  # Whether each layer of the encoder is normalised.
     burn_in = 0

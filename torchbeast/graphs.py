@@ -10,6 +10,7 @@ the GPU happens again, on new numbers, and nothing of what it does in Python.
 
 import contextlib
 import functools
+import math
 import threading
 import traceback
 import warnings
@@ -18,21 +19,22 @@ from collections import Counter
 import torch
 
 from torchbeast import devices, ranks
-from torchbeast.messages import BadInput, first_line
+from torchbeast.messages import BadInput, Stop, first_line
 from torchbeast.nests import leaves, map_structure
 
 WARM_UP = 3  # Of a thread, before one is captured: libraries get ready in them.
 MAX_SHAPES = 8  # Of batches; those of more shapes come too rarely to be captured.
-# Calls after which one is captured anew: so many old are Python's numbers at most.
-MAX_REPLAYS = 2000
+# Gradient steps after which one is captured anew: so many old are Python's numbers.
+MAX_REPLAYS = 1000
 
 _capturing = threading.Lock()
 
 
-def not_capturing(flags):
+def not_capturing(flags, device):
     """A context in which no thread captures: beside that, some versions of PyTorch draw
     no random numbers on the GPU (pytorch/pytorch#173421)."""
-    return _capturing if flags.cuda_graphs else contextlib.nullcontext()
+    captures = flags.cuda_graphs and device.type == "cuda"
+    return _capturing if captures else contextlib.nullcontext()
 
 
 class Graphs:
@@ -73,21 +75,21 @@ class Acting:
     """An agent's act() for batches in host memory, [1, n, ...]: called with (step,
     core_state), it returns what act() does, in host memory. Of one thread alone.
 
-    With --cuda_graphs there is a graph for 1, 2, 4, ... rows each, the last of which
-    may be left over from another batch.
+    With --cuda_graphs there is a graph for 1, 2, 4, ... rows each, of which the last
+    ones may be left over from another batch. Each is captured once.
     """
 
     def __init__(self, agent, device):
         self._agent, self._device = agent, device
-        several = hasattr(agent, "agents")  # Each acts on as many rows as it happens.
-        captures = agent.flags.cuda_graphs and device.type == "cuda" and not several
+        captures = agent.flags.cuda_graphs and device.type == "cuda"
+        captures = captures and getattr(agent, "acts_in_graphs", True)
         self._steps = {} if captures else None  # {rows: (inputs on the GPU, _Step)}
         self._batch, self._fields = None, []  # Those of a step that act() reads.
 
     def __call__(self, step, core_state):
         if self._steps is None:
             step = devices.Lazy(step, lambda _, x: devices.send(x, self._device))
-            with not_capturing(self._agent.flags):
+            with not_capturing(self._agent.flags, self._device):
                 outputs = self._agent.act(step, devices.send(core_state, self._device))
             return devices.to_host(outputs, self._device)
         n = step["done"].shape[1]
@@ -95,7 +97,8 @@ class Acting:
         self._batch = step, core_state
         if size not in self._steps:
             inputs = map_structure(lambda x: self._room(x, size), self._batch)
-            self._steps[size] = inputs, _Step(torch.cuda.current_stream())
+            stream = torch.cuda.current_stream()
+            self._steps[size] = inputs, _Step(stream, math.inf)
         inputs, own = self._steps[size]
         for name in self._fields:
             map_structure(_copy_rows, step[name], inputs[0][name])
@@ -109,6 +112,8 @@ class Acting:
 
     def _find(self, name, there):
         if name not in self._fields:  # It is sent beforehand from the next call on.
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"act() did not read {name!r} in its first calls")
             self._fields.append(name)
             map_structure(_copy_rows, self._batch[0][name], there)
         return there
@@ -120,9 +125,9 @@ class Acting:
 class _Step:
     """Calls of a function whose arguments differ in their numbers alone."""
 
-    def __init__(self, stream):
+    def __init__(self, stream, max_replays=None):
         self._stream, self._graph, self._calls = stream, None, Counter()
-        self._replays = 0
+        self._replays, self._max_replays = 0, max_replays or MAX_REPLAYS
 
     def __call__(self, function, batch, *others):
         """Returns the function's result."""
@@ -146,7 +151,7 @@ class _Step:
                 result = function(batch, *others)
             current.wait_stream(self._stream)
             return result
-        if self._graph is None or self._replays == MAX_REPLAYS:
+        if self._graph is None or self._replays == self._max_replays:
             self._capture(function, batch, others)
         map_structure(_copy, others, self._others)
         self._graph.replay()
@@ -154,15 +159,21 @@ class _Step:
         return self._result
 
     def _capture(self, function, batch, others):
-        self._graph, self._result, self._replays = None, None, 0  # Frees its memory.
+        # Frees the memory of the one before.
+        self._graph, self._result, self._numbers, self._replays = None, None, None, 0
         graph, self._others = torch.cuda.CUDAGraph(), map_structure(_copy, others)
         # Other threads may do as they like meanwhile.
         options = dict(stream=self._stream, capture_error_mode="thread_local")
         try:
             with torch.cuda.graph(graph, **options):
                 self._result = function(batch, *self._others)
+                for name, x in leaves(self._result):
+                    if x.device.type != "cuda":
+                        raise RuntimeError(f"a result on the CPU: {name}")
                 numbers = [x for _, x in leaves(self._result) if x.dim() == 0]
                 self._numbers = torch.stack(numbers) if numbers else torch.zeros(0)
+        except torch.OutOfMemoryError as e:
+            raise Stop("no memory is left for a graph: --no-cuda_graphs") from e
         except RuntimeError as e:
             while e.__context__ is not None:  # The first one says what it was.
                 e = e.__context__

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchbeast import agents, ranks
+from torchbeast import agents, graphs, ranks
 from torchbeast.flags import number
 from torchbeast.gradients import means, sum_over_ranks
 from torchbeast.messages import BadInput
@@ -57,7 +57,8 @@ def learn(agent, data):
         return gradient_step(agent, take(data, columns))
 
     flags, step = agent.flags, agent.graphs.of(step_of, data)
-    epochs = (draw(data, flags.num_minibatches) for _ in range(flags.num_epochs))
+    with graphs.not_capturing(flags, data["done"].device):
+        epochs = [draw(data, flags.num_minibatches) for _ in range(flags.num_epochs)]
     return means([step(columns) for epoch in epochs for columns in epoch])
 
 

@@ -67,6 +67,8 @@ class Several:
     frozen: policies that do not learn
     """
 
+    acts_in_graphs = False  # Each acts on as many rows as there happen to be.
+
     def __init__(self, flags, env, agents, frozen):
         self.flags, self.agents, self.frozen = flags, agents, frozen
         self._choices, self._like = None, {}

@@ -1,6 +1,7 @@
 """What a training program does with its command line."""
 
 import argparse
+import multiprocessing
 import os
 import re
 import sys
@@ -57,7 +58,7 @@ def run_program(prog, parser, train, create_env, argv=None):
     train:      a function of the flags that returns the exit code
     create_env: polybeast_env.create_env
     """
-    if "--multiprocessing-fork" in sys.orig_argv:
+    if hasattr(multiprocessing.current_process(), "_inheriting"):
         raise RuntimeError(
             "main() was called while a process of its own started: the script needs "
             "`if __name__ == '__main__':` before it"

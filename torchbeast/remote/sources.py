@@ -88,7 +88,7 @@ def set_defaults(flags, num_agents=1, images=False):
     least = 32
     preset = getattr(flags, "preset", None)
     if images and flags.learner_device != "cpu" and preset is None:
-        on_gpu = load_agent(flags.agent).Agent.images_on_gpu
+        on_gpu = getattr(load_agent(flags.agent).Agent, "images_on_gpu", {})
         least = on_gpu.get("num_envs", least)
         if "batch_size" in on_gpu and not is_given(flags, "batch_size"):
             flags.batch_size = on_gpu["batch_size"] * ranks.current.num
