@@ -8,6 +8,7 @@ that is killed takes none along.
 import argparse
 import contextlib
 import multiprocessing.connection
+import os
 import queue
 import resource
 import shutil
@@ -215,7 +216,7 @@ class Orders:
     def __init__(self, connection):
         self._connection = connection
         self._queue = queue.SimpleQueue()
-        self._indices = []
+        self._indices, self._used = [], 0.0  # Processor seconds.
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self):
@@ -250,6 +251,9 @@ class Orders:
     def send(self, message):
         """Sends ([(index, version of the weights)], metrics of episodes, seconds of
         stages), or why this process ends: a text, a Mistake, or a BadInput."""
+        if isinstance(message, tuple):  # For Run.busy_cores(): of no child of its own.
+            before, self._used = self._used, sum(os.times()[:4])
+            message[-1]["processor"] = self._used - before
         with contextlib.suppress(OSError):  # The learner is gone, which ends this.
             self._connection.send(message)
 
@@ -271,7 +275,8 @@ class ActorProcesses:
     num_envs        of each actor, which counts the agents of an environment.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
-    stage_seconds() any thread; of all actors together, see stages.STAGES.
+    stage_seconds() any thread; of all actors together, see stages.STAGES, and
+                    "processor".
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
