@@ -5,6 +5,7 @@ weights, one update.
 import copy
 import itertools
 import threading
+import types
 from collections import deque
 
 import gymnasium
@@ -229,7 +230,10 @@ def test_actors_get_free_buffers_by_turns(args, buffers):
 
     flags = parse("--num_buffers", 8, *args)
     processes = actors.ActorProcesses(None, flags, 2, 0, buffers, None, None)
-    members = [actors._ActorProcess(i, None, Connection()) for i in range(3)]
+    members = [
+        types.SimpleNamespace(index=i, connection=Connection(), held=set())
+        for i in range(3)
+    ]
     processes._actors = list(members)
     processes.free([])
     for _ in range(30):  # A slow learner: two buffers come back at a time.

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter, deque
 from multiprocessing import forkserver, resource_tracker, util
+from types import SimpleNamespace
 
 import torch
 import torch.multiprocessing as mp
@@ -275,8 +276,7 @@ class ActorProcesses:
     num_envs        of each actor, which counts the agents of an environment.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
-    stage_seconds() any thread; of all actors together, see stages.STAGES, and
-                    "processor".
+    stage_seconds() any thread; of all actors: of stages.STAGES, and "processor".
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
@@ -296,8 +296,7 @@ class ActorProcesses:
         self._tracebacks = Repeated()
         # Forks of a process that has imported PyTorch, once, and has no threads.
         self._context = mp.get_context("forkserver" if FORKS else "spawn")
-        if FORKS:
-            self._context.set_forkserver_preload(["monobeast", flags.agent])
+        self._context.set_forkserver_preload(["monobeast", flags.agent])
         self._lock = threading.Lock()
         self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
         self._actors = []  # Guarded by _lock.
@@ -327,7 +326,9 @@ class ActorProcesses:
         with self._lock:
             if self._stopping:
                 kill_group(process)
-            self._actors.append(_ActorProcess(index, process, ours))
+            actor = SimpleNamespace(index=index, process=process, connection=ours)
+            actor.held = set()  # Indices of buffers that it fills, or will.
+            self._actors.append(actor)
             self._hand_out()
 
     def free(self, indices):
@@ -406,10 +407,8 @@ class ActorProcesses:
         log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
         failures, limit = self._failures[actor.index], self.flags.max_actor_restarts
         if failures == limit:
-            stop = Stop(
-                f"actor {actor.index} died after {limit} restarts without a rollout "
-                "(--max_actor_restarts)"
-            )
+            what = "restarts without a rollout (--max_actor_restarts)"
+            stop = Stop(f"actor {actor.index} died after {limit} {what}")
             stop.of_environment = True
             raise stop
         self._failures[actor.index] += 1
@@ -448,11 +447,3 @@ class ActorProcesses:
         """Kills the actors. A signal handler may call it: it takes no lock."""
         for actor in list(self._actors):
             kill_group(actor.process)
-
-
-class _ActorProcess:
-    def __init__(self, index, process, connection):
-        self.index = index
-        self.process = process
-        self.connection = connection
-        self.held = set()  # Indices of buffers that it fills, or will.
