@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from multiprocessing import forkserver, resource_tracker, util
 from types import SimpleNamespace
 
 import torch
@@ -33,10 +32,10 @@ from torchbeast.process import (
     keep_freed_memory,
     kill_group,
     lead_group,
-    signals_blocked,
+    start_fork,
+    tidy_up_after_parent,
 )
 
-FORKS = mp.get_all_start_methods()[0] != "spawn"  # On Linux, where it is safe.
 PAGE = resource.getpagesize()
 END_S = 20  # An actor's time to close its environments, as long as that gets further.
 
@@ -225,9 +224,9 @@ class Orders:
         while indices is not None:
             try:
                 indices = self._connection.recv()
-            except (EOFError, OSError):  # It was killed, and leaves a directory, which
-                indices = None  # processes have from who starts them.
-                shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+            except (EOFError, OSError):
+                indices = None
+                tidy_up_after_parent()
             if indices is None:  # Nobody waits any more for what was ordered before.
                 with contextlib.suppress(queue.Empty):
                     while True:
@@ -294,9 +293,6 @@ class ActorProcesses:
         self._metrics = []  # Guarded by _lock.
         self._stage_seconds = Counter()  # Guarded by _lock.
         self._tracebacks = Repeated()
-        # Forks of a process that has imported PyTorch, once, and has no threads.
-        self._context = mp.get_context("forkserver" if FORKS else "spawn")
-        self._context.set_forkserver_preload(["monobeast", flags.agent])
         self._lock = threading.Lock()
         self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
         self._actors = []  # Guarded by _lock.
@@ -310,16 +306,11 @@ class ActorProcesses:
         # Not the seeds of the process it replaces: those led to where it died.
         seed = seeds.derive_seed(self.seed, index, self.restarts)
         try:
-            ours, theirs = self._context.Pipe()
+            ours, theirs = mp.Pipe()
             args = self.act, self.flags, seed, self.buffers, self.weights, theirs
-            resource_tracker.ensure_running()  # Else start() does it, and unblocks.
-            with signals_blocked():
-                if FORKS:
-                    forkserver.ensure_running()
-                process = self._context.Process(
-                    target=_actor_process, name=f"actor-{index}", args=(index, *args)
-                )
-                process.start()
+            what = dict(target=_actor_process, name=f"actor-{index}")
+            modules = ["monobeast", self.flags.agent]
+            process = start_fork(modules, args=(index, *args), **what)
         except OSError as e:
             raise Stop(f"actor {index} cannot be started: {e.strerror}") from e
         theirs.close()
