@@ -42,7 +42,7 @@ from tests.programs import (
     workers,
 )
 from tests.test_polybeast_env import free_port
-from torchbeast import actors, files, machine, process
+from torchbeast import files, machine, process
 from torchbeast.log_writer import COLUMNS
 from torchbeast.messages import BadInput
 from torchbeast.remote import servers
