@@ -6,8 +6,8 @@
 #     sh benchmarks/gpu.sh dist/gpu OUT [PART ...] # There: OUT/log.txt, gpu.json, warp.json
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
-# hangs costs no other. Without PART all but `kernels`, `compiled` and `streams` run, in 17 minutes at
-# most.
+# hangs costs no other. Without PART all but `kernels`, `compiled` and `streams` run, in 17
+# minutes at most.
 set -u
 wheels=$(realpath "$1")
 mkdir -p "$2"

@@ -101,8 +101,8 @@ def lead_group():
 
 def start_fork(modules, **what):
     """Starts multiprocessing's Process(**what), which calls lead_group(), as a fork of
-    a process that has imported these modules, once, and has no threads; where forks are
-    not safe, as a process that has forked nowhere. Returns it."""
+    a process that has imported these modules, once for all, and has no threads; where
+    forks are not safe, as on macOS, as a new process. Returns it."""
 
     def start(method):
         context = multiprocessing.get_context(method)
