@@ -6,7 +6,7 @@ import torch
 
 import monobeast
 from tests.test_agent import batches, make_actor, parse
-from tests.test_graphs import train
+from tests.test_graphs import assert_near, train
 from tests.test_pretended_gpu import ON_GPU, PIXELS, flags_of, gpus  # noqa: F401
 from tests.test_replay import B, Stacked, T, assert_same, noise
 from torchbeast import environment
@@ -83,7 +83,9 @@ def test_a_run_with_its_replay_on_the_gpu_learns_the_same(case, gpus, tmp_path):
     case = f"{case} --replay_ratio 1"
     expected = train(case, tmp_path / "host", 2)
     there = train(f"{case} {ON_GPU}", tmp_path / "there", 2)
-    assert_same(there, expected)
+    assert there.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_near(name, x, there[name])
 
 
 def test_too_large_a_replay_for_the_gpu_is_refused(gpus, tmp_path, monkeypatch):  # noqa: F811
