@@ -157,7 +157,7 @@ class Actor:
 def act(flags, seed, buffers, weights, orders):
     """Runs an actor process: fills the buffers that are ordered (torchbeast/actors.py)
     until the learner wants no more."""
-    torch.manual_seed(seed)
+    seeds.set_seed(seed)
     env = create(polybeast_env.create_env, flags, flags.envs_per_actor, seed=seed)
     try:
         actor = Actor(flags, env, make_agent(flags, env), seed)

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import multiprocessing.util
 import os
 import shutil
 import signal
@@ -41,7 +40,6 @@ def own_temporary_directory(tmp_path_factory):
             patch.setenv("TMPDIR", path)
             patch.setattr(tempfile, "tempdir", path)
             yield
-            multiprocessing.util._run_finalizers(-100)  # It has a directory in there.
 
 
 @pytest.fixture(scope="session")

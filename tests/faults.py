@@ -24,8 +24,6 @@ from tests.programs import (
     Program,
     args,
     both,
-    children,
-    cmdline,
     disk,
     load,
     main,
@@ -116,22 +114,6 @@ def test_a_killed_run_leaves_no_process_no_file_and_no_lock(
         assert program.end() == -signal.SIGKILL
     files.lock(savedir / "x" / "lock").close()
     assert not list(empty_temporary_directory.iterdir())
-
-
-@pytest.mark.survives("fork-server-killed")
-def test_actors_are_started_again_when_who_forks_them_is_killed(savedir):
-    with start("monobeast", savedir) as program:
-        wait_for_steps(savedir, 40)
-        [server] = [
-            pid
-            for pid in children(program.process.pid)
-            if "multiprocessing.forkserver" in cmdline(pid)
-        ]
-        os.kill(server, signal.SIGKILL)
-        program.wait_for("is restarted (1 of 10)")
-        wait_for_steps(savedir, 400)
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
 
 
 @pytest.mark.survives("run-in-use")

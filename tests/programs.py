@@ -221,15 +221,9 @@ def shared_memory():
 
 
 def workers(pid):
-    """Process ids of a program's actors or servers. (multiprocessing has helpers: one
-    forks the actors.)"""
-    found = []
-    for child in children(pid):
-        if "multiprocessing.forkserver" in cmdline(child):
-            found += children(child)
-        elif "torchbeast.remote." in cmdline(child):
-            found.append(child)
-    return found
+    """Process ids of a program's actors or servers. (multiprocessing has helpers.)"""
+    names = "spawn_main", "torchbeast.remote.server", "torchbeast.remote.dialer"
+    return [p for p in children(pid) if any(name in cmdline(p) for name in names)]
 
 
 def children(pid):

@@ -42,7 +42,7 @@ from tests.programs import (
     workers,
 )
 from tests.test_polybeast_env import free_port
-from torchbeast import files, machine, process
+from torchbeast import actors, files, machine, process
 from torchbeast.log_writer import COLUMNS
 from torchbeast.messages import BadInput
 from torchbeast.remote import servers
@@ -471,7 +471,7 @@ def no_processes(*args, **kwargs):
 def test_an_actor_that_cannot_be_started_ends_the_run_with_one_error(
     savedir, monkeypatch
 ):
-    monkeypatch.setattr(process.resource_tracker, "ensure_running", no_processes)
+    monkeypatch.setattr(actors.resource_tracker, "ensure_running", no_processes)
     result = main(*args("monobeast", savedir))
     error = "actor 0 cannot be started: Resource temporarily unavailable"
     assert_one_error(result, error)
@@ -506,24 +506,3 @@ def test_without_shared_memory_monobeast_is_refused_in_one_line(savedir, monkeyp
     monkeypatch.setattr(torch.Tensor, "share_memory_", no_memory)
     line = refusal(*args("monobeast", savedir))
     assert "/dev/shm: RuntimeError: unable to open shared memory object" in line
-
-
-def test_a_process_is_started_though_the_fork_servers_socket_was_tidied_away():
-    code = """import os, shutil
-from multiprocessing import util
-from torchbeast.process import start_fork, tidy_up_after_parent
-
-def end(target, *args):
-    process = start_fork([], target=target, args=args)
-    process.join()
-    return process.exitcode
-
-assert end(os._exit, 3) == 3 and end(tidy_up_after_parent) == 0
-assert os.listdir(util.get_temp_dir())  # This process is still there.
-shutil.rmtree(util.get_temp_dir())
-assert end(os._exit, 4) == 4
-os.makedirs(util.get_temp_dir())  # Python wants to remove it.
-"""
-    words = [sys.executable, "-c", code]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0 and not result.stderr, result.stderr

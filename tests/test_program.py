@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pty
+import random
 import re
 import shlex
 import signal
@@ -12,9 +13,11 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 
+import monobeast
 import polybeast_env
 from tests.programs import (
     SERIAL,
@@ -106,6 +109,21 @@ def test_same_seed_in_serial_mode_writes_identical_losses(tmp_path):
     first = rows("a", seed=3)
     assert len(first) == 3 and first == rows("b", seed=3)
     assert first[0]["total_loss"] != rows("c", seed=4)[0]["total_loss"]
+
+
+def test_an_actor_seeds_all_random_numbers_that_environments_may_use(monkeypatch):
+    found = []
+
+    def create(*_, **__):
+        found.append((random.random(), np.random.random(), torch.rand(()).item()))
+        raise actors.NoMoreOrders
+
+    monkeypatch.setattr(monobeast, "create", create)
+    for seed in (1, 1, 2):
+        with pytest.raises(actors.NoMoreOrders):
+            monobeast.act(types.SimpleNamespace(envs_per_actor=1), seed, *3 * [None])
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
 
 
 @pytest.mark.parametrize("flags", [[], ["--use_lstm"]])

@@ -2,20 +2,15 @@
 
 import argparse
 import itertools
-import os
-import threading
-import time
 import types
-from collections import Counter
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from tests.programs import args, main, read_logs
-from torchbeast import actors, stages
+from torchbeast import stages
 from torchbeast.encoders import make_encoder
-from torchbeast.run import Run
 
 SMALL = make_encoder(spaces.Box(-1, 1, (4,), np.float32))
 ATARI = make_encoder(spaces.Box(0, 255, (84, 84, 4), np.uint8))
@@ -104,29 +99,3 @@ def test_monobeast_says_where_its_time_went(flags, savedir):
         assert not row["inference_queue"]
     assert "where the time of actors went: environment_wait " in result.stderr
     assert "cores were busy; bottleneck: " in result.stderr
-
-
-def test_what_actors_compute_keeps_cores_busy():
-    """They are no children of the learner, which the system could ask about."""
-
-    class Connection:
-        def recv(self):
-            threading.Event().wait()
-
-        def send(self, message):
-            seconds.update(message[-1])
-
-    seconds, orders = Counter(), actors.Orders(Connection())
-    orders.send(([], [], {"inference": 1.0}))
-    before, until = seconds["processor"], time.process_time() + 0.2
-    while time.process_time() < until:
-        pass
-    orders.send(([], [], {"inference": 1.0}))
-    assert seconds["processor"] - before >= 0.15
-    seconds["processor"] = 5
-    run = types.SimpleNamespace(
-        _started=time.monotonic() - 10,
-        _processor_seconds=os.times(),
-        stage_seconds=lambda: seconds,
-    )
-    assert Run.busy_cores(run) == pytest.approx(0.5, abs=0.1)

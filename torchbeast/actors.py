@@ -8,7 +8,6 @@ that is killed takes none along.
 import argparse
 import contextlib
 import multiprocessing.connection
-import os
 import queue
 import resource
 import shutil
@@ -17,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 
 import torch
@@ -32,8 +32,7 @@ from torchbeast.process import (
     keep_freed_memory,
     kill_group,
     lead_group,
-    start_fork,
-    tidy_up_after_parent,
+    signals_blocked,
 )
 
 PAGE = resource.getpagesize()
@@ -216,7 +215,7 @@ class Orders:
     def __init__(self, connection):
         self._connection = connection
         self._queue = queue.SimpleQueue()
-        self._indices, self._used = [], 0.0  # Processor seconds.
+        self._indices = []
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self):
@@ -226,7 +225,6 @@ class Orders:
                 indices = self._connection.recv()
             except (EOFError, OSError):
                 indices = None
-                tidy_up_after_parent()
             if indices is None:  # Nobody waits any more for what was ordered before.
                 with contextlib.suppress(queue.Empty):
                     while True:
@@ -251,9 +249,6 @@ class Orders:
     def send(self, message):
         """Sends ([(index, version of the weights)], metrics of episodes, seconds of
         stages), or why this process ends: a text, a Mistake, or a BadInput."""
-        if isinstance(message, tuple):  # For Run.busy_cores(): of no child of its own.
-            before, self._used = self._used, sum(os.times()[:4])
-            message[-1]["processor"] = self._used - before
         with contextlib.suppress(OSError):  # The learner is gone, which ends this.
             self._connection.send(message)
 
@@ -275,7 +270,7 @@ class ActorProcesses:
     num_envs        of each actor, which counts the agents of an environment.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
-    stage_seconds() any thread; of all actors: of stages.STAGES, and "processor".
+    stage_seconds() any thread; of all actors together, see stages.STAGES.
     """
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
@@ -293,6 +288,8 @@ class ActorProcesses:
         self._metrics = []  # Guarded by _lock.
         self._stage_seconds = Counter()  # Guarded by _lock.
         self._tracebacks = Repeated()
+        # No forks: of threads that an import has started, they would not have any.
+        self._context = mp.get_context("spawn")
         self._lock = threading.Lock()
         self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
         self._actors = []  # Guarded by _lock.
@@ -306,11 +303,14 @@ class ActorProcesses:
         # Not the seeds of the process it replaces: those led to where it died.
         seed = seeds.derive_seed(self.seed, index, self.restarts)
         try:
-            ours, theirs = mp.Pipe()
+            ours, theirs = self._context.Pipe()
             args = self.act, self.flags, seed, self.buffers, self.weights, theirs
-            what = dict(target=_actor_process, name=f"actor-{index}")
-            modules = ["monobeast", self.flags.agent]
-            process = start_fork(modules, args=(index, *args), **what)
+            resource_tracker.ensure_running()  # Else start() does it, and unblocks.
+            with signals_blocked():
+                process = self._context.Process(
+                    target=_actor_process, name=f"actor-{index}", args=(index, *args)
+                )
+                process.start()
         except OSError as e:
             raise Stop(f"actor {index} cannot be started: {e.strerror}") from e
         theirs.close()

@@ -7,17 +7,15 @@ import atexit
 import contextlib
 import ctypes
 import glob
-import multiprocessing
 import os
 import resource
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import resource_tracker
 
 from torchbeast.messages import BadInput, Stop, log
 
@@ -97,37 +95,6 @@ def lead_group():
         signal.signal(s, _do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.register_at_fork(after_in_child=_default_signals)
-
-
-def start_fork(modules, **what):
-    """Starts multiprocessing's Process(**what), which calls lead_group(), as a fork of
-    a process that has imported these modules, once for all, and has no threads; where
-    forks are not safe, as on macOS, as a new process. Returns it."""
-
-    def start(method):
-        context = multiprocessing.get_context(method)
-        context.set_forkserver_preload(modules)
-        resource_tracker.ensure_running()  # Else start() does it, and unblocks.
-        with signals_blocked():
-            if method == "forkserver":
-                forkserver.ensure_running()
-            process = context.Process(**what)
-            process.start()
-        return process
-
-    if multiprocessing.get_all_start_methods()[0] != "spawn":
-        with contextlib.suppress(FileNotFoundError):  # Its socket was tidied away.
-            return start("forkserver")
-    return start("spawn")
-
-
-def tidy_up_after_parent():
-    """Removes what a process that was killed leaves behind if it has called
-    start_fork(): a directory. For what it has started."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join(1)
-        if not parent.is_alive():  # It has given its directory to its children.
-            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
 
 def _do_nothing(signum, frame):

@@ -163,7 +163,7 @@ class Run:
         self._started = self._saved_at = self._row_at = time.monotonic()
         self._row_step = self.step
         self._row_stages = self.stage_seconds()
-        self._processor_seconds = os.times()
+        self._processor_seconds = sum(os.times()[:4])
         self._sums = {}
         if ranks.current.rank > 0:
             return
@@ -221,12 +221,10 @@ class Run:
 
     def busy_cores(self):
         """The number of this machine's cores that this process, and its children that
-        have ended, or its actors, kept busy on average since start(). (The children's
-        own start counts too, hence min().)"""
-        used = [now - x for now, x in zip(os.times(), self._processor_seconds)]
-        of_actors = self.stage_seconds().get("processor", 0)
-        seconds = sum(used[:2]) + max(sum(used[2:4]), of_actors)
-        return min(machine.num_cores(), seconds / (time.monotonic() - self._started))
+        have ended, kept busy on average since start(). (The children's own start counts
+        too, hence min().)"""
+        used = sum(os.times()[:4]) - self._processor_seconds
+        return min(machine.num_cores(), used / (time.monotonic() - self._started))
 
     @property
     def elapsed(self):

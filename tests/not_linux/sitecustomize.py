@@ -36,7 +36,6 @@ for module, names in {
         hide(module, name)
 del os.sched_getaffinity, os.sched_setaffinity, select.epoll
 
-multiprocessing.get_all_start_methods = lambda: ["spawn"]
 contexts = multiprocessing.context._concrete_contexts
 del contexts["fork"], contexts["forkserver"]
 multiprocessing.context._default_context._default_context = contexts["spawn"]
