@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests import zygote
 from tests.supervisor import cmdline, marked, stat
 from torchbeast import process
 from torchbeast.messages import log
@@ -65,15 +66,21 @@ def command(*args, module="monobeast", ranks=None, torchrun=()):
 def run(*args, module="monobeast", ranks=None, torchrun=(), timeout_s=TIMEOUT_S,
         cwd=ROOT, prefix=(), **kwargs):  # fmt: skip
     """Runs the program to its end. Its output is in .stdout and .stderr."""
-    return subprocess.run(
+    process = zygote.start(
         [*prefix, *command(*args, module=module, ranks=ranks, torchrun=torchrun)],
         cwd=cwd,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
         **kwargs,
     )
+    with process:
+        try:
+            output = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return Result(process.returncode, *output)
 
 
 class Result(NamedTuple):
@@ -127,7 +134,7 @@ class Program:
     def __init__(self, *args, module="monobeast", host=None, cwd=ROOT, **kwargs):
         self.shm_before = shared_memory()
         self.mark = secrets.token_hex(8)
-        self.process = subprocess.Popen(
+        self.process = zygote.start(
             [*(host.prefix if host else ()), *command(*args, module=module, **kwargs)],
             cwd=cwd,
             stdin=subprocess.DEVNULL,

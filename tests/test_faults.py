@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import polybeast_env
+from tests import zygote
 from tests.programs import (
     ROOT,
     SERIAL,
@@ -281,7 +282,7 @@ def test_nor_do_those_of_which_nothing_is_left(trained, module, logs, notes):
 @contextlib.contextmanager
 def started(module, savedir, *others, **kwargs):
     """The program as a subprocess.Popen."""
-    process = subprocess.Popen(
+    process = zygote.start(
         command(*args(module, savedir, *LOG, *others), module=module),
         cwd=ROOT, start_new_session=True, **kwargs,
     )  # fmt: skip
