@@ -8,6 +8,8 @@ ARGS ?=
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 FUZZ_SECONDS ?= 60
 python := $(VENV)/bin/python
+# Modules are compiled when they are imported, which most never are.
+pip_install := $(python) -m pip install --quiet --disable-pip-version-check --no-compile
 cpp_files := $(wildcard csrc/*.h csrc/*.cc tests/csrc/*.h tests/csrc/*.cc)
 # Where it is set, each of pytest's workers rewrites all files of tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -133,39 +135,39 @@ $(VENV)/.python:
 	touch $@
 
 $(VENV)/.run: $(VENV)/.python requirements.txt
-	$(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(pip_install) -r requirements.txt
+	$(python) -c "import gymnasium, torch"
 	touch $@
 
 # What the examples ask for beyond that is for drawing, or another Gymnasium: --no-deps.
 examples := $(wildcard examples/*/requirements.txt)
 $(VENV)/.dev: $(VENV)/.run requirements-dev.txt $(examples)
-	$(python) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(python) -m pip install --quiet --disable-pip-version-check --no-deps \
+	$(pip_install) -r requirements-dev.txt
+	$(pip_install) --no-deps \
 		$(examples:%=-r %)
 	touch $@
 
 # What slow tests need: Kubernetes' schemas, Triton's interpreter, EnvPool, ONNX, trackers,
 # Optuna, and what executes a notebook.
 $(VENV)/.slow: $(VENV)/.dev
-	$(python) -m pip install --quiet --disable-pip-version-check \
+	$(pip_install) \
 		--constraint requirements.txt kubernetes-validate==1.34.1 triton==3.8.0 \
 		envpool==1.2.5 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0 \
-		wandb==0.31.0 mlflow-skinny==3.17.2 optuna==5.0.0 \
-		nbclient==0.11.0 ipykernel==7.4.0
+		wandb==0.31.0 optuna==5.0.0 nbclient==0.11.0 ipykernel==7.4.0
 	touch $@
 
-# What long tests need: the engines that fleets run on.
+# What long tests need: the engines that fleets run on, and one more tracker.
 $(VENV)/.long: $(VENV)/.dev
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
 		$(MAKE) --no-print-directory system-package \
 		PACKAGE="slurmctld slurmd slurm-client munge"
-	$(python) -m pip install --quiet --disable-pip-version-check \
-		--constraint requirements.txt ray==2.60.0
+	$(pip_install) \
+		--constraint requirements.txt ray==2.60.0 mlflow-skinny==3.17.2
 	touch $@
 
 # The C++ part, built in place.
 $(VENV)/.csrc: $(VENV)/.dev $(VENV)/.system setup.py pyproject.toml $(wildcard csrc/*)
-	$(python) -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	$(pip_install) --no-build-isolation \
 		--no-deps --editable .
 	$(python) -c "import libtorchbeast"
 	touch $@

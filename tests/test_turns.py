@@ -508,7 +508,7 @@ CLASSIC = "pettingzoo.classic."
     ("module", "game", "agent"),
     [
         ("monobeast", "tictactoe_v3", "ppo"),
-        ("monobeast", "tictactoe_v3", "r2d2"),
+        pytest.param("monobeast", "tictactoe_v3", "r2d2", marks=pytest.mark.long),
         ("polybeast", "connect_four_v3", "polybeast"),
     ],
 )
