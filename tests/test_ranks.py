@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+import polybeast
 from tests.programs import (
     SERIAL,
     Program,
@@ -27,7 +28,7 @@ from tests.programs import (
 from tests.supervisor import stat
 from tests.test_polybeast_env import free_port
 from torchbeast import ranks, torchrun
-from torchbeast.messages import Stop
+from torchbeast.messages import BadInput, Stop
 from torchbeast.process import Signals
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
@@ -324,6 +325,26 @@ def test_a_rank_that_fails_in_an_update_ends_those_that_wait_for_it(nccl, monkey
 def test_a_run_has_torchruns_name_with_one_rank_too(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "pong")
     assert torchrun.new_xpid() == "torchbeast-pong"
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [([], 6), (["--batch_size", "9"], 9), (["--batch_size", "4"], 0)]
+)
+def test_a_batch_whose_size_nobody_gave_is_shared_by_all_ranks(
+    given, size, monkeypatch
+):
+    def no_others(*_):
+        raise Stop("alone")
+
+    for name, x in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, x)
+    monkeypatch.setattr(ranks, "current", ranks.current)
+    monkeypatch.setattr(torchrun.dist, "rendezvous", no_others)
+    flags = polybeast.program_parser().parse_args(given)
+    flags.command = ["polybeast", *given]
+    with pytest.raises(Stop if size else BadInput, match="alone" if size else "of 3"):
+        torchrun.join(flags)
+    assert flags.batch_size == (size or 4)
 
 
 # Bad input.

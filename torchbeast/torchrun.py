@@ -1,6 +1,7 @@
 """Torchrun: how learners that it started find each other, and agree on a run."""
 
 import datetime
+import math
 import os
 import platform
 import secrets
@@ -10,6 +11,7 @@ import time
 import torch.distributed as dist
 
 from torchbeast import machine, ranks, seeds
+from torchbeast.flags import is_given
 from torchbeast.messages import BadInput, Stop
 
 JOIN_TIMEOUT_S = 600
@@ -34,7 +36,10 @@ def join(flags):
         ) from e
     ranks.current = group = ranks.Ranks(rank, num, local_rank)
     name = "num_envs" if hasattr(flags, "num_envs") else "batch_size"
-    if (size := getattr(flags, name)) % num:
+    size = getattr(flags, name)
+    if not is_given(flags, name) and not getattr(flags, "preset", None):
+        setattr(flags, name, math.ceil(size / num) * num)
+    elif size % num:
         raise BadInput(
             f"--{name} {size} is of all ranks together: expected a multiple of {num}, "
             "their number"
