@@ -246,6 +246,7 @@ def test_the_order_of_an_images_dimensions_does_not_matter(order):
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_encoder_takes_batches_of_several_sizes():
     encoder = make_encoder(box(16, 16, 3), "shallow")
     compiled = copy.deepcopy(encoder)

@@ -432,6 +432,7 @@ def wrong_answers():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.survives("garbage")
 def test_garbage_harms_neither_the_learner_nor_the_server(tmp_path):
     address = f"127.0.0.1:{free_port()}"
