@@ -93,7 +93,6 @@ SLOW = [
     ("dqn_catch", "serial"),
     ("cartpole", "actors"),
     ("memory", "serial"),
-    ("r2d2_memory", "serial"),
     ("td3_target", "serial"),
 ]
 

@@ -115,13 +115,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param("monobeast", marks=pytest.mark.long),
-        pytest.param("warpbeast", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("module", PROGRAMS)
 def test_a_program_trains_resumes_and_plays(module, hidden, savedir):
     flags = PROGRAMS[module]
     if module == "monobeast":

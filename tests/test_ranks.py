@@ -135,7 +135,7 @@ def test_a_signal_to_torchrun_ends_all_with_a_checkpoint(savedir):
     assert "stopped by SIGTERM" in program.output
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.survives("rank-killed")
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_is_resumed(savedir):
     flags = serial(savedir, "--checkpoint_interval_seconds", 1e-9, steps=6000)
