@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests import zygote
-from tests.programs import ROOT, TIMEOUT_S, Program, args, cmdline, command, marked
+from tests.programs import ROOT, TIMEOUT_S, cmdline, command, marked
 
 # What a test may start, none of which Ctrl-C would reach.
 TEST = """
@@ -81,17 +81,7 @@ def test_nothing_is_left_of_tests_that_are_broken_off(tmp_path, flags, who, sign
 
 def test_a_program_that_is_forked_is_what_a_new_process_would_be():
     words, found = command("--env", "Nope-v0"), []
-    for start in (subprocess.Popen, zygote.start):
+    for start in (subprocess.Popen, zygote.Forked):
         with start(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
             found.append((process.stderr.read(), process.wait(TIMEOUT_S)))
-    assert isinstance(process, zygote.Forked)
     assert found[0] == found[1] and found[0][1] == 2
-
-
-def test_a_program_that_is_forked_is_found_by_its_mark(savedir):
-    with Program(*args("monobeast", savedir, "--num_actors", 0)) as program:
-        assert isinstance(program.process, zygote.Forked)
-        while program.process.pid not in marked(program.mark):
-            assert program.process.poll() is None
-        program.signal(signal.SIGKILL)
-        assert program.end() == -signal.SIGKILL
