@@ -166,10 +166,10 @@ class Agent(QAgent):
         are of rescaled values with --value_rescaling.
         """
         flags = self.flags
-        items = self.replay.add(batch)
-        td_errors = torch.no_grad()(self.td_errors)
-        errors, real, _ = self.graphs.of(td_errors, batch)()
-        self.replay.set_priorities(items, self.priorities(errors.mean((2, 3)), real))
+        batch = agents.what_is_replayed(batch)
+        priorities = self.graphs.of(self.first_priorities, batch)()
+        # (The GPU computes them while the replay takes the batch.)
+        self.replay.set_priorities(self.replay.add(batch), priorities)
         T, num = flags.unroll_length, self.num_learned
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.update_statistics(batch)
@@ -184,8 +184,8 @@ class Agent(QAgent):
         beta = first + (last - first) * (1 - self.fraction_left())
         batch, items = self.replay.sample(num, beta)
         self.credit.leave_out_padding(batch)
-        statistics, errors, real = self.graphs.of(self.learn_from, batch)()
-        self.replay.set_priorities(items, self.priorities(errors, real))
+        statistics, priorities = self.graphs.of(self.learn_from, batch)()
+        self.replay.set_priorities(items, priorities, late=True)
         self.gradient_steps += 1
         if self.gradient_steps % self.copy_interval == 0:
             self.target_net.load_state_dict(self.net.state_dict())
@@ -193,8 +193,7 @@ class Agent(QAgent):
         return {**statistics, "replay_age": age}
 
     def learn_from(self, batch):
-        """Makes a gradient step. Returns (statistics, TD errors and which are real, [T,
-        B])."""
+        """Makes a gradient step. Returns (statistics, the samples' priorities)."""
         flags, num, parts = self.flags, batch["done"].shape[1], []
 
         def loss(batch):  # It may get slices of the batch (set_gradients()).
@@ -212,7 +211,13 @@ class Agent(QAgent):
         statistics = self.clip_and_step(statistics)
         # A batch that did not fit was begun again: the last `num` are the whole one.
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
-        return statistics, errors, real
+        return statistics, self.priorities(errors, real)
+
+    @torch.no_grad()
+    def first_priorities(self, batch):
+        """Returns the priorities of new rollouts."""
+        errors, real, _ = self.td_errors(batch)
+        return self.priorities(errors.mean((2, 3)), real)
 
     def td_errors(self, batch, sampled=False):
         """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where no

@@ -13,6 +13,8 @@ policy's batch has a rollout of each of its agents in each environment. On a GPU
 rollout of T steps is one CUDA graph: nothing in it waits for Python.
 """
 
+import functools
+import inspect
 import os
 from collections import deque
 
@@ -111,13 +113,18 @@ class Rollouts:
     def __init__(self, flags, env, num_envs, agents, specs, device):
         self.T, self.num_envs, self.agents = flags.unroll_length, num_envs, agents
         self.envs = autoreset.Environments(env, num_envs, device)
-        self.step_envs = self.envs.step
+        self.advance = self._advance
+        self.acts = {name: agent.act for name, agent in agents.items()}
         if flags.compile:
-            self.step_envs = torch.compile(self.envs.step, dynamic=False)
+            self.advance = torch.compile(self._advance, dynamic=False)
+            # PyTorch 2.11 compiles no inference_mode(), in which _fill() is.
+            for name, agent in agents.items():
+                act = inspect.unwrap(type(agent).act)
+                self.acts[name] = functools.partial(act, agent)
         self.buffers, self.core_states = {}, {}
         self.burn_in = max(agent.burn_in for agent in agents.values())  # K, mostly 0.
         sizes = policy_sizes(env)
-        for name, agent in agents.items():
+        for name in agents:
             num = num_envs * sizes[name]
             self.buffers[name] = map_structure(
                 lambda x, num=num: torch.zeros(
@@ -125,22 +132,25 @@ class Rollouts:
                 ),
                 specs[name],
             )
-            state = agent.initial_state(num)
-            # The states before each of the last K + 1 steps; the last one is current.
-            self.core_states[name] = tuple(
-                map_structure(lambda x: x.to(device, copy=True), state)
-                for _ in range(self.burn_in + 1)
-            )
+        # In this mode _fill() makes them anew, and one function is compiled for both.
         with torch.inference_mode():
+            # The states before each of the last K + 1 steps; the last one is current.
+            for name, agent in agents.items():
+                state = agent.initial_state(num_envs * sizes[name])
+                self.core_states[name] = tuple(
+                    map_structure(lambda x: x.to(device, copy=True), state)
+                    for _ in range(self.burn_in + 1)
+                )
             carry, step = self.envs.begin(self.envs.uniforms())
-        self.carry = map_structure(torch.clone, carry)
+            self.carry = map_structure(torch.clone, carry)
         self.fields = list(step)
+        for name, x in self._of_policies(step).items():
+            self._write(name, x, 0)
         self.metrics = {}
         checked = [*CHECKED, "action_mask"] if "action_mask" in step else CHECKED
         self._checked = [(name, key) for name in agents for key in checked]
         self._finite = torch.ones(len(self._checked), dtype=torch.bool, device=device)
         self._unread = self._finite, None  # On its way to the CPU.
-        self._write(step, 0)
         self._num, self._graph = 0, None
 
     def next(self, check=lambda: None):
@@ -192,19 +202,19 @@ class Rollouts:
                         map_structure(lambda x, n=n: _repeat(x, T, n), nest)
         for t in range(begin, K + T):
             check()
-            actions = []
-            for name, agent in self.agents.items():
-                buffers = self.buffers[name]
-                step = {key: buffers[key] for key in self.fields}
-                step = map_structure(lambda x, t=t: x[t : t + 1], step)
-                outputs, core_state = agent.act(step, states[name][-1])
-                states[name].append(core_state)
-                map_structure(lambda x, y, t=t: y[t].copy_(x[0]), outputs, buffers)
-                actions.append(map_structure(self._of_envs, outputs["action"]))
-            action = map_structure(lambda *xs: torch.cat(xs, 1), *actions)
+            steps = {
+                name: map_structure(
+                    lambda x, t=t: x[t : t + 1], {key: x[key] for key in self.fields}
+                )
+                for name, x in self.buffers.items()
+            }
+            before = {name: x[-1] for name, x in states.items()}
             u = self.envs.uniforms()
-            carry, step, totals = self.step_envs(carry, action, u)
-            self._write(step, t + 1)
+            carry, steps, acted, totals = self.advance(carry, steps, before, u)
+            for name, (outputs, core_state) in acted.items():
+                states[name].append(core_state)
+                self._write(name, outputs, t)
+                self._write(name, steps[name], t + 1)
             for name, x in totals.items():
                 metrics[name] = metrics.get(name, 0) + x
         map_structure(torch.Tensor.copy_, self.carry, carry)
@@ -212,6 +222,21 @@ class Rollouts:
             map_structure(torch.Tensor.copy_, x, tuple(states[name]))
         self.metrics = metrics
         self._finite.copy_(torch.stack([self._good(*x) for x in self._checked]))
+
+    def _advance(self, carry, steps, core_states, u):
+        """Makes a step of all environments. Returns (carry, steps, what act() returned,
+        metrics), of which steps and acts are those of each policy. It changes nothing
+        that it is given, so that it may be compiled."""
+        acted = {
+            name: act(steps[name], core_states[name]) for name, act in self.acts.items()
+        }
+        actions = [
+            map_structure(self._of_envs, outputs["action"])
+            for outputs, _ in acted.values()
+        ]
+        action = map_structure(lambda *xs: torch.cat(xs, 1), *actions)
+        carry, step, metrics = self.envs.step(carry, action, u)
+        return carry, self._of_policies(step), acted, metrics
 
     def _good(self, policy, key):
         """Tells whether all numbers are finite, and all masks allow an action: []."""
@@ -224,14 +249,25 @@ class Rollouts:
         """Returns [1, B, ...] as [E, n, ...]."""
         return x[0].unflatten(0, (self.num_envs, -1))
 
-    def _write(self, step, t):
-        """Writes a step [E, N, ...] into the policies' buffers."""
-        for name, part in self.envs.policies.items():
+    def _of_policies(self, step):
+        """Returns {policy: its agents' step [1, B, ...]} of a step [E, N, ...]."""
+        return {
+            name: map_structure(
+                lambda x, part=part: x[:, part].flatten(0, 1)[None], step
+            )
+            for name, part in self.envs.policies.items()
+        }
 
-            def write(x, buffer, part=part):
-                self._of_envs(buffer[t : t + 1]).copy_(x[:, part])
-
-            map_structure(write, step, self.buffers[name])
+    def _write(self, policy, nest, t):
+        """Writes a nest [1, B, ...] into a policy's buffers, of a dtype at once."""
+        by_dtype = {}
+        map_structure(
+            lambda x, into: by_dtype.setdefault(x.dtype, []).append((into[t], x[0])),
+            nest,
+            self.buffers[policy],
+        )
+        for pairs in by_dtype.values():
+            torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
 def _repeat(x, T, n):

@@ -2,6 +2,7 @@
 end to end, beside other ways to run the same environments.
 
     python -m benchmarks.warp [--device cpu] [--seconds 5] [--rounds 3] [--json FILE]
+                              [WarpBeast's flags, such as --compile or --num_epochs 1]
 
     alone        random actions, drawn beforehand
     inference    the agent acts, and fills rollouts
@@ -58,7 +59,7 @@ WARPDRIVE = {
 class Case:
     """One environment in all ways in which it is measured."""
 
-    def __init__(self, name, device, savedir):
+    def __init__(self, name, device, savedir, more=()):
         self.env_id, self.env_args, sizes, on_cpu, on_gpu = CASES[name]
         self.num_envs = on_gpu if device.type == "cuda" else on_cpu
         argv = ["--env", self.env_id, "--num_envs", str(self.num_envs), "--seed", "1"]
@@ -71,7 +72,7 @@ class Case:
             "--log_interval_steps",
             str(10**9),
         ]
-        argv += ["--total_steps", str(10**12)]
+        argv += ["--total_steps", str(10**12), *more]
         if self.env_args:
             argv += ["--env_args", *self.env_args]
         flags = parse_args(warpbeast.program_parser(), argv)
@@ -97,7 +98,9 @@ class Case:
         self.actions = [random_actions(self.envs, random) for _ in range(self.T)]
         carry, _ = self.envs.begin(self.envs.uniforms())
         self.carry = autoreset.map_structure(torch.clone, carry)
-        self.graph = None
+        self.step, self.graph = self.envs.step, None
+        if flags.compile:
+            self.step = torch.compile(self.step, dynamic=False)
 
     def steps(self):
         """T steps of random actions."""
@@ -114,7 +117,7 @@ class Case:
     def _steps(self):
         carry = self.carry
         for action in self.actions:
-            carry, _, _ = self.envs.step(carry, action, self.envs.uniforms())
+            carry, _, _ = self.step(carry, action, self.envs.uniforms())
         autoreset.map_structure(lambda x, into: into.copy_(x), carry, self.carry)
 
     def act(self):
@@ -183,7 +186,7 @@ def main():
     p.add_argument("--seconds", type=float, default=5)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--json", metavar="FILE")
-    flags = p.parse_args()
+    flags, more = p.parse_known_args()
     device = torch.ones(1, device=flags.device).device  # With its number.
     torch.set_num_threads(machine.num_cores())
     keep_freed_memory()  # As the program does.
@@ -191,7 +194,7 @@ def main():
     for _ in range(flags.rounds):
         for name in flags.cases:
             with tempfile.TemporaryDirectory() as savedir:
-                case = Case(name, device, savedir)
+                case = Case(name, device, savedir, more)
                 numbers = case.measure(flags.seconds)
                 case.learner.run.close()
                 if device.type == "cpu":

@@ -237,11 +237,13 @@ def test_a_batch_is_on_the_device_when_to_device_returns():
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_update(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     args = ["--env", "tests.faulty_envs:HugeReward-v0", "--reward_clipping", "none"]
     result = run(*args, "--savedir", tmp_path, "--xpid", "x", module="polybeast")
     assert result.returncode == 1
-    assert "is nan" in result.stderr and "Traceback" not in result.stderr
+    found = "is nan", "is not finite"  # By who learns, or by who acts.
+    assert any(x in result.stderr for x in found), result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_defaults_use_the_gpu_for_both():

@@ -302,7 +302,7 @@ def test_a_gradient_step_is_that_of_the_weighted_mean_of_hubers_losses(args):
     assert statistics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     for parameter, gradient in zip(parameters, expected):
         torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-3, atol=1e-6)
-    got = agent.replay._tree[items]
+    got = agent.replay.arrays()["priorities"][items]
     expected = agent.priorities(errors.detach(), real).reshape(-1)
     last = dict(zip(items, expected))  # An item may be there twice.
     np.testing.assert_allclose(got, [last[item] for item in items], rtol=1e-4)

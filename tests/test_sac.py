@@ -205,11 +205,33 @@ def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys(mod
     assert not agent.net.uniform
 
 
+def test_samples_of_several_updates_are_drawn_together_and_each_are_of_all_shares(
+    monkeypatch,
+):
+    agent, acted = make_agent("--replay_ratio", 1)
+    drawn, learned, sample = [], [], agent.replay.sample
+    monkeypatch.setattr(agent.replay, "sample", lambda n: drawn.append(n) or sample(n))
+    step = agent.gradient_step
+    monkeypatch.setattr(
+        agent,
+        "gradient_step",
+        lambda batch, items: learned.append(items) or step(batch, items),
+    )
+    for _ in range(4):
+        agent.learn(next(acted))
+    # Of 20 new steps each time, of which an update learns from 6.
+    assert drawn == [18, 18, 24, 18] and len(learned) == 13
+    drawable = np.flatnonzero(agent.replay.arrays()["priorities"])
+    for items in learned[-3:]:
+        shares = np.searchsorted(drawable, np.sort(items)) * 6 / len(drawable)
+        assert (np.abs(shares - np.arange(6) - 0.5) <= 0.75).all()
+
+
 def test_target_critics_follow_slowly():
     agent, acted = make_agent("--target_rate", 0.1)
     before = copy.deepcopy(list(agent.target_critics.parameters()))
     sampled(agent, acted)
-    agent.gradient_step()
+    agent.gradient_step(*next(agent.samples([1])))
     for x, y, z in zip(
         before, agent.target_critics.parameters(), agent.critics.parameters()
     ):
@@ -278,7 +300,7 @@ def test_a_gradient_step_moves_actor_critics_and_alpha_at_rates_of_their_own():
     sampled(agent, acted)
     net, critics = list(agent.net.parameters()), list(agent.critics.parameters())
     before = [x.detach().clone() for x in (*net, *critics, agent.log_alpha)]
-    agent.gradient_step()
+    agent.gradient_step(*next(agent.samples([1])))
     moved = [
         (x.detach() - y).abs().max().item()
         for x, y in zip((*net, *critics, agent.log_alpha), before)
@@ -312,7 +334,7 @@ def make_crossq(*args, **kwargs):
     agent, acted = make_agent(*CROSSQ, *args, **kwargs)
     for _ in range(4):
         sampled(agent, acted)
-        agent.gradient_step()
+        agent.gradient_step(*next(agent.samples([1])))
     return agent, acted
 
 
@@ -370,7 +392,7 @@ def test_crossqs_statistics_are_of_what_each_network_learns_from():
     for layer in statistics_of(agent.net):  # Here it has acted in training mode.
         layer.num_updates.zero_()
     for i in range(1, 7):
-        agent.gradient_step()
+        agent.gradient_step(*next(agent.samples([1])))
         assert {int(x.num_updates) for x in statistics_of(agent.critics)} == {i}
         assert {int(x.num_updates) for x in statistics_of(agent.net)} == {i // 3}
         assert all(x.training for x in (*agent.net.modules(), *agent.critics.modules()))
@@ -382,7 +404,7 @@ def test_crossqs_actor_and_alpha_learn_in_every_third_step():
         sampled(agent, acted)
         before = copy.deepcopy([*agent.net.parameters(), agent.log_alpha])
         critics = copy.deepcopy(list(agent.critics.parameters()))
-        agent.gradient_step()
+        agent.gradient_step(*next(agent.samples([1])))
         now = [*agent.net.parameters(), agent.log_alpha]
         moved = [not torch.equal(x, y) for x, y in zip(before, now)]
         assert moved == [i % 3 == 0] * len(now)
@@ -401,7 +423,7 @@ def test_whoever_acts_gets_the_running_statistics(weights):
     for version in (1, 2):
         sampled(agent, acted)
         for _ in range(3):
-            agent.gradient_step()
+            agent.gradient_step(*next(agent.samples([1])))
         published.publish(agent.net, version)
         published.fetch(other.net)
         agent.net.eval(), other.net.eval()
@@ -435,5 +457,5 @@ def test_crossqs_ranks_agree_on_all_running_statistics(monkeypatch):
     sampled(agent, acted)
     averaged = []
     monkeypatch.setattr(sac, "average_over_ranks", lambda *x: averaged.append(x))
-    agent.gradient_step()
+    agent.gradient_step(*next(agent.samples([1])))
     assert averaged == [(agent.net, agent.critics)]

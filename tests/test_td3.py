@@ -68,7 +68,7 @@ def test_the_actor_and_all_targets_wait_for_the_critics():
     names = "net", "critics", "target_net", "target_critics"
     for i in range(1, 7):
         before = {x: copy.deepcopy(getattr(agent, x).state_dict()) for x in names}
-        statistics = agent.gradient_step()
+        statistics = agent.gradient_step(*next(agent.samples([1])))
         now = {x: getattr(agent, x).state_dict() for x in names}
         moved = {
             x: any(not torch.equal(y, before[x][k]) for k, y in now[x].items())

@@ -1,5 +1,6 @@
 """WarpBeast, the program: training, testing and resuming, with one policy and more."""
 
+import functools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from tests import test_warp
 from tests.programs import ROOT, load, main, read_logs, refusal, run
 from torchbeast import machine, policies, rollouts, seeds
 from torchbeast.flags import parse_args
-from torchbeast.nests import map_structure
+from torchbeast.nests import leaves, map_structure
 from torchbeast.warp import autoreset
 
 DEVICE = torch.device("cpu")  # Another one in tests/cuda.py.
@@ -221,6 +222,19 @@ def copies(acting, num):
         acting.next()
         result.append(map_structure(torch.clone, acting.buffers))
     return result
+
+
+def test_compiled_rollouts_are_the_same_and_are_compiled_once(monkeypatch):
+    args = ["--agent", "r2d2", "--burn_in", 3]
+    expected = copies(make_rollouts(*args), 3)
+    compiled = functools.partial(torch.compile, backend="aot_eager")  # Fast to compile.
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._dynamo.reset()  # It remembers other tests.
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = copies(make_rollouts(*args, "--compile"), 3)
+    for one, other in zip(expected, got, strict=True):
+        for (path, x), (_, y) in zip(leaves(one), leaves(other), strict=True):
+            torch.testing.assert_close(y, x, msg=path)
 
 
 @pytest.mark.parametrize("lstm", [[], ["--use_lstm"]])

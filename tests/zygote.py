@@ -23,7 +23,7 @@ import types
 # The variable by which tests find a program's processes, and its characters.
 MARK, MARK_SIZE = "MARK", 16
 # Variables that Python and libraries read before a fork could change them.
-EARLY = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "TORCH_", "LD_", "MALLOC_")
+EARLY = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "TORCH_", "LD_PRELOAD", "MALLOC_")
 # Modules that import PyTorch.
 PROGRAMS = ("monobeast", "polybeast", "warpbeast", "torch.distributed.run")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

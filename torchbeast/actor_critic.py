@@ -16,6 +16,8 @@ from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.spaces import children
 
+DRAWN_TOGETHER = 2048  # Samples at most, of all learners together.
+
 # What all sources have in common for MuJoCo.
 MUJOCO = dict(
     replay_size=1_000_000, total_steps=1_000_000, num_actors=0, envs_per_actor=1,
@@ -174,20 +176,32 @@ class ReplayAgent(agents.Agent):
         """Takes a batch [T + 1, B, ...] into the replay and makes the gradient steps
         that are due. Returns the means of what is logged."""
         flags = self.flags
-        items = self.replay.add(batch)  # [T, B]
+        items = self.replay.add(agents.what_is_replayed(batch))  # [T, B]
         self.replay.set_priorities(items, ~batch["done"][1:].cpu())  # All the same.
         T = flags.unroll_length
         updates = self.credit.updates(batch, T, flags.replay_batch_size)
-        steps = [self.gradient_step() for _ in updates]
+        steps = [self.gradient_step(*sample) for sample in self.samples(updates)]
         self.update_statistics(batch)
         self.count()
         self.net.uniform.fill_(flags.replay_start > 0 and self.gradient_steps == 0)
         size, ratio = self.replay.size * T, self.credit.measured
         return {**means(steps), "replay_size": size, "replay_ratio": ratio}
 
-    def gradient_step(self):
-        num = self.flags.replay_batch_size // ranks.current.num
-        batch, items = self.replay.sample(num)
+    def samples(self, updates):
+        """Yields (batch, its samples' numbers) for each update. Those of several are
+        drawn together, and sent to a GPU together."""
+        size, left = self.flags.replay_batch_size, []
+        for _ in updates:
+            if not left:
+                k = min(1 + self.credit.num_due(size), max(1, DRAWN_TOGETHER // size))
+                batch, items = self.replay.sample(k * size // ranks.current.num)
+                for i in range(k):
+                    nth = slice(i, None, k)  # From each share of the ring.
+                    part = map_structure(lambda x, nth=nth: x[:, nth], batch)
+                    left.append((part, items[nth]))
+            yield left.pop()
+
+    def gradient_step(self, batch, items):
         self.gradient_steps += 1
         actor_learns = self.gradient_steps % self.flags.policy_delay == 0
         statistics = self.graphs.of(self.learn_from, batch)(actor_learns)

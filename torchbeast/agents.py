@@ -24,6 +24,12 @@ def what_networks_read(batch):
     return {name: batch[name] for name in names if name in batch}
 
 
+def what_is_replayed(batch):
+    """Returns a batch without what logs alone need."""
+    logged = {*rollouts.EPISODE_FIELDS} - {"terminated"}
+    return {name: x for name, x in batch.items() if name not in logged}
+
+
 def add_network_flags(group, net):
     """Adds the flags of Agent.make_encoder(). net: the default for images."""
     encoders.add_flags(group, net)

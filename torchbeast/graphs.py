@@ -49,6 +49,7 @@ class Graphs:
         if (num := ranks.current.num) > 1:  # They sum gradients within a step.
             raise BadInput(f"--cuda_graphs: expected one learner, there are {num}")
         self._stream = torch.cuda.Stream(device)
+        torch.backends.cudnn.benchmark = True  # The fastest kernel for each shape.
         for group in optimizer.param_groups:
             group.update(capturable=True, lr=torch.tensor(group["lr"], device=device))
         warnings.filterwarnings("ignore", ".*without CUDA graph capture")

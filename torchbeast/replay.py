@@ -154,6 +154,7 @@ class Replay:
         self.size = 0  # Rollouts that are there.
         self.added = 0  # Rollouts that ever were.
         self._tree = self._added_at = self._store = None
+        self._late = None  # (items, their priorities, the event that these wait for).
         self.saved = None  # (path, header) of a file that the first add() reads.
 
     def add(self, rollouts):
@@ -161,6 +162,7 @@ class Replay:
         [num_starts, B], which are drawn once they have priorities.
 
         Raises BadInput if there is not memory enough for a full ring."""
+        self._set_late_ones()
         if not self.on_device:
             rollouts = devices.to_host(rollouts, self.device)
         if self._store is None:
@@ -206,6 +208,7 @@ class Replay:
         """Returns {name: array} of all that is in the ring."""
         if self._store is None:
             return {}
+        self._set_late_ones()
         num_items = self.size * self.num_starts
         return {
             "priorities": self._tree[np.arange(num_items)],
@@ -213,9 +216,27 @@ class Replay:
             **self._store.arrays(self.size),
         }
 
-    def set_priorities(self, items, priorities):
-        """items: any shape; priorities: the same, >= 0; 0 is never drawn."""
-        priorities = np.asarray(priorities, np.float64).reshape(-1)
+    def set_priorities(self, items, priorities, late=False):
+        """items: any shape; priorities: the same, >= 0; 0 is never drawn.
+
+        late: they count once the next batch was drawn, which then need not wait for a
+            GPU that still computes them."""
+        self._set_late_ones()
+        priorities, event = torch.as_tensor(priorities), None
+        if priorities.device.type != "cpu":
+            priorities = priorities.to("cpu", non_blocking=True)
+            event = devices.record_event(self.device)
+        self._late = items, priorities, event
+        if not late:
+            self._set_late_ones()
+
+    def _set_late_ones(self):
+        if self._late is None:
+            return
+        (items, priorities, event), self._late = self._late, None
+        if event is not None:
+            event.synchronize()
+        priorities = priorities.reshape(-1).double().numpy()
         if not (np.isfinite(priorities) & (priorities >= 0)).all():
             raise ValueError("priorities are not finite, or negative: expected >= 0")
         self._tree[np.asarray(items).reshape(-1)] = priorities
@@ -234,6 +255,7 @@ class Replay:
         mass = (np.arange(num) + torch.rand(num, dtype=torch.float64).numpy()) / num
         items = self._tree.find(mass * self._tree.total)
         batch = self.read(items)
+        self._set_late_ones()
         p = torch.as_tensor(self._tree[items] / self._tree.total)
         importance = devices.send_late(p**-importance_exponent, self.device)
         if importance_exponent > 0:
@@ -294,6 +316,10 @@ class Credit:
                 check_signals()  # There may be many updates.
             self.learned += num_learned
             yield
+
+    def num_due(self, num_learned):
+        """Returns how many of these updates are yet to come."""
+        return int((self.ratio * self.new - self.learned) / num_learned)
 
     def leave_out_padding(self, batch):
         """Counts no padding of the whole rollouts that an update learns from."""

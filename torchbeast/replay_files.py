@@ -14,7 +14,7 @@ from torchbeast import ranks
 from torchbeast.files import write_atomically
 from torchbeast.messages import BadInput, first_line, log
 
-FORMAT = 1
+FORMAT = 2
 
 
 def credit_of(agent):

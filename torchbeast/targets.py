@@ -95,10 +95,10 @@ def copy_interval(flags, num_learned):
 
 
 def priorities(errors, real, exponent, of_rollouts):
-    """Returns the priorities of samples with these errors [T, B], an array: of rollouts
+    """Returns the priorities of samples with these errors [T, B]: of rollouts
     [B] or, if each step is one, [T, B]. Those without a real transition have 0."""
     errors = errors.abs().nan_to_num().clamp(max=1e30).double()  # The loss tells.
     if of_rollouts:
         mean = errors.sum(0) / real.sum(0).clamp(min=1)
         errors, real = ETA * errors.max(0).values + (1 - ETA) * mean, real.any(0)
-    return torch.where(real, (errors + 1e-6) ** exponent, 0).cpu().numpy()
+    return torch.where(real, (errors + 1e-6) ** exponent, 0)
