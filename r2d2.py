@@ -168,7 +168,6 @@ class Agent(QAgent):
         flags = self.flags
         batch = agents.what_is_replayed(batch)
         priorities = self.graphs.of(self.first_priorities, batch)()
-        # (The GPU computes them while the replay takes the batch.)
         self.replay.set_priorities(self.replay.add(batch), priorities)
         T, num = flags.unroll_length, self.num_learned
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]

@@ -158,17 +158,19 @@ def test_new_rollouts_are_not_drawn_by_the_priorities_of_those_they_replace():
     assert (drawn == items[0, 0]).all()
 
 
-def test_late_priorities_count_once_the_next_samples_were_drawn():
+def test_late_priorities_count_once_the_next_ones_are_set():
     ring = whole(2 * B)
     first, second = rollouts_of(envs.Counter, 2)
     items = ring.add(first)[0]
-    ring.set_priorities(items, [1, 0, 0])
-    ring.set_priorities(items, [0, 1, 0], late=True)
-    assert set(ring.sample(4)[1]) == {items[0]}
-    assert set(ring.sample(4)[1]) == {items[1]}
+    ring.set_priorities(items, [1, 3, 0])
     ring.set_priorities(items, [0, 0, 1], late=True)
-    ring.add(second)
+    sample, drawn = ring.sample(4, importance_exponent=1)
+    assert list(drawn) == [items[0], *3 * [items[1]]]  # And are weighted so.
+    assert sample["importance"][0].tolist() == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3])
+    ring.set_priorities(items, [0, 1, 0], late=True)
     assert set(ring.sample(4)[1]) == {items[2]}
+    ring.add(second)
+    assert set(ring.sample(4)[1]) == {items[1]}
     ring.set_priorities(items, [1, 2, 3], late=True)
     assert list(ring.arrays()["priorities"][items]) == [1, 2, 3]  # What is saved.
 

@@ -205,13 +205,17 @@ def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys(mod
     assert not agent.net.uniform
 
 
-def test_samples_of_several_updates_are_drawn_together_and_each_are_of_all_shares(
+def test_batches_of_several_updates_are_drawn_together_and_each_is_of_all_shares(
     monkeypatch,
 ):
     agent, acted = make_agent("--replay_ratio", 1)
-    drawn, learned, sample = [], [], agent.replay.sample
-    monkeypatch.setattr(agent.replay, "sample", lambda n: drawn.append(n) or sample(n))
-    step = agent.gradient_step
+    drawn, learned = [], []
+    sample, step = agent.replay.sample, agent.gradient_step
+    monkeypatch.setattr(
+        agent.replay,
+        "sample",
+        lambda num, batches: drawn.append(batches) or sample(num, 0, batches),
+    )
     monkeypatch.setattr(
         agent,
         "gradient_step",
@@ -220,10 +224,10 @@ def test_samples_of_several_updates_are_drawn_together_and_each_are_of_all_share
     for _ in range(4):
         agent.learn(next(acted))
     # Of 20 new steps each time, of which an update learns from 6.
-    assert drawn == [18, 18, 24, 18] and len(learned) == 13
+    assert drawn == [3, 3, 4, 3] and len(learned) == 13
     drawable = np.flatnonzero(agent.replay.arrays()["priorities"])
     for items in learned[-3:]:
-        shares = np.searchsorted(drawable, np.sort(items)) * 6 / len(drawable)
+        shares = np.searchsorted(drawable, items) * 6 / len(drawable)
         assert (np.abs(shares - np.arange(6) - 0.5) <= 0.75).all()
 
 

@@ -12,11 +12,12 @@ from torchbeast import agents, distributions, ranks, replay
 from torchbeast.encoders import mlp
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
+from torchbeast.images import has_images
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.spaces import children
 
-DRAWN_TOGETHER = 2048  # Samples at most, of all learners together.
+DRAWN_TOGETHER = 8  # Batches, at most.
 
 # What all sources have in common for MuJoCo.
 MUJOCO = dict(
@@ -189,16 +190,18 @@ class ReplayAgent(agents.Agent):
 
     def samples(self, updates):
         """Yields (batch, its samples' numbers) for each update. Those of several are
-        drawn together, and sent to a GPU together."""
+        drawn together, and sent to a GPU together, where they are not images."""
         size, left = self.flags.replay_batch_size, []
+        num = size // ranks.current.num
+        most = 1 if has_images(self.observation_space) else DRAWN_TOGETHER
         for _ in updates:
             if not left:
-                k = min(1 + self.credit.num_due(size), max(1, DRAWN_TOGETHER // size))
-                batch, items = self.replay.sample(k * size // ranks.current.num)
+                k = min(1 + self.credit.num_due(size), most)
+                batch, items = self.replay.sample(num, batches=k)
                 for i in range(k):
-                    nth = slice(i, None, k)  # From each share of the ring.
-                    part = map_structure(lambda x, nth=nth: x[:, nth], batch)
-                    left.append((part, items[nth]))
+                    part = slice(i * num, (i + 1) * num)
+                    of_one = map_structure(lambda x, part=part: x[:, part], batch)
+                    left.append((of_one, items[part]))
             yield left.pop()
 
     def gradient_step(self, batch, items):

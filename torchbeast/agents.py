@@ -25,7 +25,7 @@ def what_networks_read(batch):
 
 
 def what_is_replayed(batch):
-    """Returns a batch without what logs alone need."""
+    """Returns a batch without what agents with a replay do not learn from."""
     logged = {*rollouts.EPISODE_FIELDS} - {"terminated"}
     return {name: x for name, x in batch.items() if name not in logged}
 

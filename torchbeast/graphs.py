@@ -144,15 +144,17 @@ class _Step:
             return self._launch(function, batch, *others)
 
     def _launch(self, function, batch, *others):
-        self._calls[me := threading.get_ident()] += 1
-        if self._graph is None and self._calls[me] <= WARM_UP:
+        if self._replays == self._max_replays:  # It is captured anew.
+            self._graph, self._replays = None, 0
+        if self._graph is None and self._calls[me := threading.get_ident()] < WARM_UP:
+            self._calls[me] += 1
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 result = function(batch, *others)
             current.wait_stream(self._stream)
             return result
-        if self._graph is None or self._replays == self._max_replays:
+        if self._graph is None:
             self._capture(function, batch, others)
         map_structure(_copy, others, self._others)
         self._graph.replay()
@@ -161,7 +163,7 @@ class _Step:
 
     def _capture(self, function, batch, others):
         # Frees the memory of the one before.
-        self._graph, self._result, self._numbers, self._replays = None, None, None, 0
+        self._result, self._numbers = None, None
         graph, self._others = torch.cuda.CUDAGraph(), map_structure(_copy, others)
         # Other threads may do as they like meanwhile.
         options = dict(stream=self._stream, capture_error_mode="thread_local")

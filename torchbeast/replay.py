@@ -219,8 +219,8 @@ class Replay:
     def set_priorities(self, items, priorities, late=False):
         """items: any shape; priorities: the same, >= 0; 0 is never drawn.
 
-        late: they count once the next batch was drawn, which then need not wait for a
-            GPU that still computes them."""
+        late: they count once the next ones are set: a batch that is drawn before need
+            not wait for the GPU that still computes them."""
         self._set_late_ones()
         priorities, event = torch.as_tensor(priorities), None
         if priorities.device.type != "cpu":
@@ -241,10 +241,11 @@ class Replay:
             raise ValueError("priorities are not finite, or negative: expected >= 0")
         self._tree[np.asarray(items).reshape(-1)] = priorities
 
-    def sample(self, num, importance_exponent=0):
+    def sample(self, num, importance_exponent=0, batches=1):
         """Draws samples, each with a probability p of its priority's share of the sum.
 
-        Returns (batch [W, num, ...] on the device, the samples' numbers [num]). The
+        Returns (batch [W, num, ...] on the device, the samples' numbers [num]); of
+        several `batches` [W, batches * num, ...], one after the other. The
         batch has an entry "importance" [1, num], p ** -importance_exponent over its
         maximum of all ranks' batches: what is drawn more often than others is to count
         less each time. The next batch overwrites it, unless it was copied to a GPU.
@@ -252,10 +253,10 @@ class Replay:
         if not self.drawable:
             raise RuntimeError("a replay was sampled in which nothing has a priority")
         # One of each share of the sum: what is likelier than 1 / num surely comes.
-        mass = (np.arange(num) + torch.rand(num, dtype=torch.float64).numpy()) / num
+        random = torch.rand(batches, num, dtype=torch.float64).numpy()
+        mass = (np.arange(num) + random).reshape(-1) / num
         items = self._tree.find(mass * self._tree.total)
         batch = self.read(items)
-        self._set_late_ones()
         p = torch.as_tensor(self._tree[items] / self._tree.total)
         importance = devices.send_late(p**-importance_exponent, self.device)
         if importance_exponent > 0:
