@@ -117,7 +117,7 @@ class Rollouts:
         self.acts = {name: agent.act for name, agent in agents.items()}
         if flags.compile:
             self.advance = torch.compile(self._advance, dynamic=False)
-            # PyTorch 2.11 compiles no inference_mode(), in which _fill() is.
+            # PyTorch 2.11 cannot compile inference_mode(); _fill() enters it for all.
             for name, agent in agents.items():
                 act = inspect.unwrap(type(agent).act)
                 self.acts[name] = functools.partial(act, agent)
@@ -132,7 +132,7 @@ class Rollouts:
                 ),
                 specs[name],
             )
-        # In this mode _fill() makes them anew, and one function is compiled for both.
+        # As _fill() makes states and carry later: one function is compiled for both.
         with torch.inference_mode():
             # The states before each of the last K + 1 steps; the last one is current.
             for name, agent in agents.items():

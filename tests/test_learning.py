@@ -85,7 +85,7 @@ MODES = {
 }
 QUICK = [
     ("catch", "servers"),
-    ("pqn_catch", "serial"),
+    ("td3_target", "serial"),
 ]
 SLOW = [
     ("masked", "servers"),
@@ -93,7 +93,7 @@ SLOW = [
     ("dqn_catch", "serial"),
     ("cartpole", "actors"),
     ("memory", "serial"),
-    ("td3_target", "serial"),
+    ("pqn_catch", "serial"),
 ]
 
 

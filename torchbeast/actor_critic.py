@@ -17,7 +17,7 @@ from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.spaces import children
 
-DRAWN_TOGETHER = 8  # Batches, at most.
+MAX_BATCHES = 8  # That are drawn at once.
 
 # What all sources have in common for MuJoCo.
 MUJOCO = dict(
@@ -189,11 +189,11 @@ class ReplayAgent(agents.Agent):
         return {**means(steps), "replay_size": size, "replay_ratio": ratio}
 
     def samples(self, updates):
-        """Yields (batch, its samples' numbers) for each update. Those of several are
-        drawn together, and sent to a GPU together, where they are not images."""
+        """Yields (batch, its samples' numbers) for each update. Unless they are images,
+        those of several updates are drawn, and sent to a GPU, at once."""
         size, left = self.flags.replay_batch_size, []
         num = size // ranks.current.num
-        most = 1 if has_images(self.observation_space) else DRAWN_TOGETHER
+        most = 1 if has_images(self.observation_space) else MAX_BATCHES
         for _ in updates:
             if not left:
                 k = min(1 + self.credit.num_due(size), most)

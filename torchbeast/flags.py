@@ -284,7 +284,8 @@ def run_parser() -> argparse.ArgumentParser:
                    "(default: auto, tf32 on GPUs, bfloat16 for --net shallow on CPUs "
                    "with AMX, else float32)")
     g.add_argument("--compile", action="store_true",
-                   help="compile the learner's network, for GPUs: slower to start")
+                   help="compile the learner's network, and whole steps of WarpBeast, "
+                   "for GPUs: slower to start")
     g.add_argument("--cuda_graphs", action=argparse.BooleanOptionalAction,
                    help="launch each gradient step, and each batch to act on, as one "
                    "CUDA graph: several times as fast (default: where one learner "

@@ -219,8 +219,8 @@ class Replay:
     def set_priorities(self, items, priorities, late=False):
         """items: any shape; priorities: the same, >= 0; 0 is never drawn.
 
-        late: they count once the next ones are set: a batch that is drawn before need
-            not wait for the GPU that still computes them."""
+        late: they count once others are set, rollouts are added or the ring is saved: a
+            batch that is drawn before need not wait for the GPU that computes them."""
         self._set_late_ones()
         priorities, event = torch.as_tensor(priorities), None
         if priorities.device.type != "cpu":
@@ -244,11 +244,11 @@ class Replay:
     def sample(self, num, importance_exponent=0, batches=1):
         """Draws samples, each with a probability p of its priority's share of the sum.
 
-        Returns (batch [W, num, ...] on the device, the samples' numbers [num]); of
-        several `batches` [W, batches * num, ...], one after the other. The
-        batch has an entry "importance" [1, num], p ** -importance_exponent over its
-        maximum of all ranks' batches: what is drawn more often than others is to count
-        less each time. The next batch overwrites it, unless it was copied to a GPU.
+        Returns (batch [W, batches * num, ...] on the device, the samples' numbers), one
+        batch after the other; each is drawn by itself. An entry "importance", as long,
+        is p ** -importance_exponent over its maximum of all these and of all ranks:
+        what is drawn more often than others is to count less each time. What is drawn
+        next overwrites all that was not copied to a GPU.
         Raises RuntimeError if there is nothing to draw."""
         if not self.drawable:
             raise RuntimeError("a replay was sampled in which nothing has a priority")
