@@ -45,7 +45,7 @@ test: lint csrc-test
 	$(python) -m pytest -n 4 --dist worksteal $(ARGS)
 
 test-slow: csrc-test-slow $(VENV)/.slow
-	$(python) -m pytest -n 3 --dist worksteal -m "slow and not long" $(ARGS)
+	$(python) -m pytest -n 5 --dist worksteal -m "slow and not long" $(ARGS)
 
 test-long: setup $(VENV)/.long
 	$(python) -m pytest -n 3 --dist worksteal -m long $(ARGS) \
