@@ -6,8 +6,8 @@
 #     sh benchmarks/gpu.sh dist/gpu OUT [PART ...] # There: OUT/log.txt, gpu.json, warp.json
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
-# hangs costs no other. Without PART all but `kernels`, `compiled` and `streams` run, in 17
-# minutes at most.
+# hangs costs no other. Without PART all but `kernels`, `compiled`, `streams` and `pong` run,
+# in 17 minutes at most.
 set -u
 wheels=$(realpath "$1")
 mkdir -p "$2"
@@ -67,10 +67,20 @@ print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
     learner) gpu 60 learner ;;
     kernels) gpu 60 kernels ;;
     agents) gpu 120 agents ;;
-    compiled) gpu 300 compiled ;;
+    compiled)
+        gpu 300 compiled
+        run 240 python3 -m benchmarks.warp --rounds 1 --seconds 2 --compile --num_epochs 1 \
+            --json "$out/warp-compiled.json"
+        ;;
+    pong)
+        for seed in 1 2; do
+            run 250 python3 -m polybeast --env PongNoFrameskip-v4 --seed $seed \
+                --total_steps 3000000 --disable_checkpoint --savedir "$out" --xpid pong-$seed
+        done
+        ;;
     runs) gpu 240 environments runs ;;
     streams) gpu 120 streams ;;
     *) echo "$part: expected machine, tests, learning, warp, inference, learner, kernels, agents," \
-        "compiled, runs or streams" ;;
+        "compiled, runs, streams or pong" ;;
     esac
 done

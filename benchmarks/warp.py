@@ -207,19 +207,21 @@ def main():
             for key, x in numbers.items():
                 found[name].setdefault(key, []).append(x)
             print(name, {k: f"{x:,.0f}" for k, x in numbers.items()}, flush=True)
-    cores, cpu = machine.num_cores(), machine.cpu_name()
+            write(flags, more, device, found)  # So far.
+
+
+def write(flags, more, device, found):
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     medians = {
         name: {key: round(statistics.median(x)) for key, x in numbers.items()}
         for name, numbers in found.items()
     }
     sizes = {name: CASES[name][4 if gpu else 3] for name in flags.cases}
-    result = dict(cpu=cpu, cores=cores, gpu=gpu, torch=torch.__version__)
-    result.update(num_envs=sizes, env_steps_per_second=medians)
-    result.update(warpdrive_v100=WARPDRIVE)
+    result = dict(cpu=machine.cpu_name(), cores=machine.num_cores(), gpu=gpu)
+    result.update(torch=torch.__version__, flags=more, num_envs=sizes)
+    result.update(env_steps_per_second=medians, warpdrive_v100=WARPDRIVE)
     if flags.json:
         pathlib.Path(flags.json).write_text(json.dumps(result, indent=4) + "\n")
-    print(json.dumps(medians, indent=4))
 
 
 if __name__ == "__main__":
