@@ -211,7 +211,7 @@ def test_stacked_frames_are_kept_once_and_come_out_bit_for_bit(game):
     env = polybeast_env.create_env(flags, 3)
     ring = one_by_one(num, 6, unroll_length)
     begun = 0
-    for batch in itertools.islice(batches(*make_actor(flags, env)), 8):
+    for batch in itertools.islice(batches(*make_actor(flags, env)), 4):
         items = ring.add(batch)
         begun += int((batch["episode_step"] == 0)[1:].sum())
         for b in range(3):

@@ -246,7 +246,7 @@ def test_an_actors_rollouts_have_the_turns_of_one_agent_each(
         found.append(map_structure(lambda x, i=at: x[:, i].clone(), buffers))
         map_structure(lambda x, i=at: x.index_fill_(1, torch.tensor(i), 0), buffers)
         free += at
-        if len(found) > 60:
+        if len(found) > 30:
             break
     check_rollouts(found, script, agent, 3, windows)
 
@@ -320,7 +320,7 @@ def test_the_rollouts_of_streams_have_the_turns_of_one_agent_each(
     agent = make_agent(environment.Environment(script()))
     options = {"burn_in": burn_in, "one_episode": bool(flags)}
     with streams(script, agent, **options) as (queue, pool):
-        found = [queue.dequeue_many() for _ in range(80)]
+        found = [queue.dequeue_many() for _ in range(40)]
         [status] = pool.status()
     check_rollouts(found, script, agent, derive_seed(3, 0, 0, 0), windows)
     num_rows = E * len(script().possible_agents)
