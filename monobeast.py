@@ -260,8 +260,8 @@ def train(flags):
 
 
 def train_serially(flags, env, seed, learner, buffers, signals):
-    """Acts and learns by turns, all in this thread. The same seed gives the same
-    losses."""
+    """Acts and learns by turns, all in this thread. On a CPU the same seed gives the
+    same losses."""
     torch.set_num_threads(1)
     actor = Actor(flags, env, make_agent(flags, env), seed)
     actor.agent.net.eval()

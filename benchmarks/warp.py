@@ -59,7 +59,7 @@ WARPDRIVE = {
 class Case:
     """One environment in all ways in which it is measured."""
 
-    def __init__(self, name, device, savedir, more=()):
+    def __init__(self, name, device, savedir, more):
         self.env_id, self.env_args, sizes, on_cpu, on_gpu = CASES[name]
         self.num_envs = on_gpu if device.type == "cuda" else on_cpu
         argv = ["--env", self.env_id, "--num_envs", str(self.num_envs), "--seed", "1"]
@@ -207,10 +207,12 @@ def main():
             for key, x in numbers.items():
                 found[name].setdefault(key, []).append(x)
             print(name, {k: f"{x:,.0f}" for k, x in numbers.items()}, flush=True)
-            write(flags, more, device, found)  # So far.
+            medians = write(flags, more, device, found)  # So far.
+    print(json.dumps(medians, indent=4))
 
 
 def write(flags, more, device, found):
+    """Writes the file. Returns {case: {way: median}}."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     medians = {
         name: {key: round(statistics.median(x)) for key, x in numbers.items()}
@@ -222,6 +224,7 @@ def write(flags, more, device, found):
     result.update(env_steps_per_second=medians, warpdrive_v100=WARPDRIVE)
     if flags.json:
         pathlib.Path(flags.json).write_text(json.dumps(result, indent=4) + "\n")
+    return medians
 
 
 if __name__ == "__main__":
