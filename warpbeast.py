@@ -111,7 +111,7 @@ class Rollouts:
     """
 
     def __init__(self, flags, env, num_envs, agents, specs, device):
-        self.T, self.num_envs = flags.unroll_length, num_envs
+        self.T, self.num_envs, self.agents = flags.unroll_length, num_envs, agents
         self.envs = autoreset.Environments(env, num_envs, device)
         self.advance = self._advance
         self.acts = {name: agent.act for name, agent in agents.items()}
