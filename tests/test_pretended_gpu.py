@@ -229,7 +229,7 @@ def test_what_environments_on_a_gpu_do_in_a_second_is_measured(
     monkeypatch.setitem(
         benchmark.CASES, "CartPole", ("warp/CartPole", [], [8], 4096, 64)
     )
-    case = benchmark.Case("CartPole", device, str(tmp_path))
+    case = benchmark.Case("CartPole", device, str(tmp_path), [])
     found = case.measure(0.1)
     case.learner.run.close()
     assert min(found.values()) > 0 and case.num_envs == 64
