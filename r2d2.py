@@ -65,13 +65,15 @@ def parser():
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, "none")
-    g.add_argument("--n_step", type=number(int, 1, 10**6), default=3, metavar="N",
-                   help="rewards in a target, if its rollout is as long (default: 3)")
+    g.add_argument("--n_step", type=number(int, 1, 10**6), metavar="N",
+                   help="rewards in a target, if its rollout is as long (default: 5; 3 "
+                   "without an LSTM)")
     g.add_argument("--quantiles", type=number(int, 1, 1000), default=1, metavar="N",
                    help="quantiles of the return that are learned; 1: its mean "
                    "(default: %(default)s)")
     g.add_argument("--value_rescaling", action=argparse.BooleanOptionalAction,
-                   default=False, help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000")
+                   help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000 (default: with "
+                   "an LSTM)")
     g.add_argument("--target_interval", type=number(int, 1), default=1600, metavar="N",
                    help="agent steps between copies of the network to the target "
                    "network (default: %(default)s)")
@@ -129,8 +131,14 @@ class Agent(QAgent):
     def defaults(self, observation_space, action_space):
         """Returns {flag: its value where the command line has none}."""
         if self.flags.use_lstm:
-            return dict(replay_batch_size=16, exploration=(0.01, 0.1))
-        return dict(replay_batch_size=64, exploration=(0.01, 0.01))
+            return dict(
+                exploration=(0.01, 0.1), n_step=5, value_rescaling=True,
+                replay_batch_size=16,
+            )  # fmt: skip
+        return dict(
+            exploration=(0.01, 0.01), n_step=3, value_rescaling=False,
+            replay_batch_size=64,
+        )  # fmt: skip
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)

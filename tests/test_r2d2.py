@@ -136,7 +136,7 @@ def slow_errors(agent, batch):
     return result
 
 
-@pytest.mark.parametrize("rescaling", [[], ["--value_rescaling"]])
+@pytest.mark.parametrize("rescaling", [["--no-value_rescaling"], ["--value_rescaling"]])
 @pytest.mark.parametrize("quantiles", [1, 3])
 @pytest.mark.parametrize("args", [[], DQN])
 @pytest.mark.parametrize("env", [envs.Memory, envs.Counter])
