@@ -275,7 +275,7 @@ def test_policies_learn_resume_and_are_tested(module, savedir, env):
 def test_both_policies_learn_what_is_right(savedir):
     flags = args("monobeast", savedir, "--policies", "a=x,b=[yz]", "--learning_rate",
                  0.003, "--log_interval_steps", 1000, env=CROWD + "Targets",
-                 steps=20_000)  # fmt: skip
+                 steps=10_000)  # fmt: skip
     result = main(*flags)
     assert result.returncode == 0, result.stderr
     last = read_logs(savedir / "x")[-1]
