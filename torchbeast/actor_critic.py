@@ -19,10 +19,11 @@ from torchbeast.spaces import children
 
 MAX_BATCHES = 8  # That are drawn at once.
 
-# What all sources have in common for MuJoCo.
+# For MuJoCo; the rates are CleanRL's.
 MUJOCO = dict(
     replay_size=1_000_000, total_steps=1_000_000, num_actors=0, envs_per_actor=1,
     num_servers=1, envs_per_server=1, batch_size=1, unroll_length=8,
+    learning_rate=3e-4, critic_learning_rate=1e-3, target_rate=0.005,
 )  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def add_loss_flags(group, policy_delay):
                        metavar="N", help="gradient steps of the critics for each step "
                        "of the actor and of all target networks "
                        "(default: %(default)s)")
-    group.add_argument("--target_rate", type=number(float, 0, 1), default=0.005,
+    group.add_argument("--target_rate", type=number(float, 0, 1), default=0.01,
                        metavar="TAU", help="part of the way to the learned networks "
                        "that target networks go in a step (default: %(default)s)")
     # fmt: on
@@ -57,10 +58,12 @@ def add_learning_flags(p):
 
     g = p.add_argument_group("optimizer (Adam)")
     # fmt: off
-    g.add_argument("--learning_rate", type=number(float, above=0), default=3e-4,
+    # RL Zoo's rates for SAC (rl-baselines3-zoo, hyperparams/sac.yml).
+    g.add_argument("--learning_rate", type=number(float, above=0), default=7.3e-4,
                    metavar="X", help="actor's learning rate (default: %(default)s)")
-    g.add_argument("--critic_learning_rate", type=number(float, above=0), default=1e-3,
-                   metavar="X", help="learning rate of all else (default: %(default)s)")
+    g.add_argument("--critic_learning_rate", type=number(float, above=0),
+                   default=7.3e-4, metavar="X",
+                   help="learning rate of all else (default: %(default)s)")
     g.add_argument("--beta1", type=number(float, 0, 0.9999), default=0.9, metavar="X",
                    help="decay of the mean of gradients, of actor and critics "
                    "(default: %(default)s)")
