@@ -35,7 +35,7 @@ from torchbeast.normalization import RunningStatistics
 # Flags whose defaults depend on the environment: those for Atari.
 DEFAULTS = dict(
     reward_clipping="abs_one", normalize_rewards=False, normalize_observations=False,
-    entropy_cost=0.01, learning_rate=2.5e-4, net="nature",
+    discounting=0.99, entropy_cost=0.01, learning_rate=2.5e-4, net="nature",
 )  # fmt: skip
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
 PRESETS = {
@@ -100,7 +100,7 @@ class Agent(agents.Agent):
         )
         side = smallest_side(observation_space)
         if side is None:
-            chosen["normalize_observations"] = True
+            chosen.update(normalize_observations=True, discounting=0.999)
             if not flags.use_lstm:
                 chosen["learning_rate"] = 1e-3
         elif side < 20:

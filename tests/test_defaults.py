@@ -100,6 +100,12 @@ def test_a_flag_that_is_given_wins():
     }  # fmt: skip
 
 
+def test_ppo_sees_further_where_there_are_numbers():
+    cases = (NUMBERS,), (IMAGE,), (NUMBERS, "--discounting", "0.9")
+    found = [ppo_flags_of(OTHER, *case).discounting for case in cases]
+    assert found == [0.999, 0.99, 0.9]
+
+
 def test_what_was_chosen_is_printed_in_one_line_and_in_meta_json(tmp_path):
     args = ["--num_actors", 0, "--total_steps", 80, "--learning_rate", 0.1]
     args += ["--savedir", tmp_path, "--xpid", "x", "--env", "CartPole-v1"]
