@@ -29,7 +29,6 @@ import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, devices, graphs, ranks, replay, rollouts, seeds
-from torchbeast.encoders import add_numbers_flags
 from torchbeast.environment import probe
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
@@ -38,7 +37,6 @@ from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
 from torchbeast.networks import ActorCritic
-from torchbeast.optimizers import add_rmsprop_flags
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
 from torchbeast.program import PolicyParser, run_program
@@ -74,7 +72,10 @@ def parser():
     g = p.add_argument_group("network")
     agents.add_network_flags(g, "deep")
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
-    add_numbers_flags(g)
+    g.add_argument("--numbers_net", choices=("mlp", "tanh"),
+                   help="layers for observations that are numbers, of ReLU or tanh")
+    g.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
+                   help="networks of their own for policy and value")
 
     g = p.add_argument_group("loss")
     agents.add_actor_critic_flags(g)
@@ -92,7 +93,19 @@ def parser():
     agents.add_async_flag(g, True)
 
     g = p.add_argument_group("optimizer (RMSProp)")
-    add_rmsprop_flags(g)
+    g.add_argument("--num_epochs", type=number(int, 1), metavar="N",
+                   help="gradient steps on each batch")
+    g.add_argument("--learning_rate", type=number(float, above=0), metavar="X",
+                   help="learning rate, which falls linearly to 0 at --total_steps")
+    g.add_argument("--alpha", type=number(float, 0, 0.9999), default=0.99,
+                   metavar="X", help="smoothing constant (default: %(default)s)")
+    g.add_argument("--momentum", type=number(float, 0), default=0.0, metavar="X",
+                   help="momentum (default: %(default)s)")
+    g.add_argument("--epsilon", type=number(float, above=0), default=1e-5,
+                   metavar="X", help="term added to the denominator "
+                   "(default: %(default)s)")
+    g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
+                   metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
     by_environment(p, *DEFAULTS)
     return p

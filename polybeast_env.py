@@ -91,10 +91,13 @@ def is_warp(env_id):
 
 
 def create_warp_env(flags):
-    """Makes the environment on the device that --env names. Returns None if --env names
-    another kind of environment. To use another environment, edit this function."""
+    """Makes the environment on the device that --env names. To use another
+    environment, edit this function."""
     if not is_warp(flags.env):
-        return None
+        raise BadInput(
+            f"--env {flags.env}: expected an environment on the device, such as "
+            "warp/CartPole"
+        )
     if flags.resize is not None or flags.observation_layout is not None:
         raise BadInput(
             "--resize, --observation_layout: environments on the device return "

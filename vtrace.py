@@ -207,21 +207,6 @@ def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
     return y
 
 
-def compute_baseline_loss(
-    advantages: Tensor,  # [T, B] v_s - V(x_s), with V's gradient.
-    mask: Tensor | None = None,  # [T, B] bool
-    reduction: str = "sum",
-) -> Tensor:  # []
-    """0.5 * (v_s - V(x_s))^2, summed over T and B (section 4.2)."""
-    _check_float("advantages", advantages)
-    if advantages.ndim != 2:
-        raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)}, expected [T, B]"
-        )
-    advantages = _where(_check_mask(mask, advantages), advantages)
-    return _reduce(0.5 * advantages.square(), mask, reduction)
-
-
 def compute_losses(
     behavior_log_probs: Tensor,  # [T, B] log mu(a|x)
     target_log_probs: Tensor,  # [T, B] log pi(a|x)
@@ -260,7 +245,8 @@ def compute_losses(
         change = (returns.log_rhos.exp() - 1) * advantages.sign()
         advantages = _where(change <= ratio_clipping, advantages)
     pg_loss = _reduce(-log_probs * advantages, mask, reduction)
-    baseline_loss = compute_baseline_loss(returns.vs - values, mask, reduction)
+    errors = _where(mask, returns.vs - values)
+    baseline_loss = _reduce(0.5 * errors.square(), mask, reduction)
     entropy_loss = _reduce(-target_entropies, mask, reduction)
     total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
     return Losses(total, pg_loss, baseline_loss, entropy_loss, returns)

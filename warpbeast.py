@@ -326,11 +326,6 @@ def train(flags):
     Raises BadInput before anything is started.
     """
     env = polybeast_env.create_warp_env(flags)
-    if env is None:
-        raise BadInput(
-            f"--env {flags.env}: expected an environment on the device, such as "
-            "warp/CartPole"
-        )
     check(env)
     num_agents = policies.num_agents(env)
     set_defaults(flags, num_agents)

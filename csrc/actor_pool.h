@@ -104,6 +104,7 @@ class ActorPool {
     std::string tls_cert;  // In PEM, as the next two; all empty: no TLS.
     std::string tls_key;
     std::string tls_ca;
+    std::string listen;  // The address of a Listener, if the pool has one.
     RowSpec step;  // [., ...], the server's but for the rows; empty: not compared.
   };
 
@@ -146,33 +147,20 @@ class ActorPool {
         inference_batcher_(std::move(inference_batcher)),
         initial_state_(std::move(initial_state)),
         allowed_(options_.allowed_rollouts) {
-    if (options_.unroll_length < 1) {
-      throw std::invalid_argument("unroll_length is " +
-                                  std::to_string(options_.unroll_length) +
-                                  ", expected at least 1");
-    }
-    if (options_.burn_in < 0) {
-      throw std::invalid_argument("burn_in is " + std::to_string(options_.burn_in) +
-                                  ", expected at least 0");
-    }
+    using internal::require;
+    require(options_.unroll_length >= 1, "unroll_length", options_.unroll_length,
+            "at least 1");
+    require(options_.burn_in >= 0, "burn_in", options_.burn_in, "at least 0");
+    require(options_.max_rollouts >= 0, "max_rollouts", options_.max_rollouts,
+            "at least 0");
+    require(options_.allowed_rollouts >= 1, "allowed_rollouts",
+            options_.allowed_rollouts, "at least 1");
+    require(options_.max_message_bytes >= 1 &&
+                options_.max_message_bytes <= kMaxMessageBytes,
+            "max_message_bytes", options_.max_message_bytes,
+            "1 to " + std::to_string(kMaxMessageBytes));
     if (options_.one_episode && options_.burn_in > 0) {
       throw std::invalid_argument("burn_in with one_episode, expected one of them");
-    }
-    if (options_.max_rollouts < 0) {
-      throw std::invalid_argument("max_rollouts is " +
-                                  std::to_string(options_.max_rollouts) +
-                                  ", expected at least 0");
-    }
-    if (options_.allowed_rollouts < 1) {
-      throw std::invalid_argument("allowed_rollouts is " +
-                                  std::to_string(options_.allowed_rollouts) +
-                                  ", expected at least 1");
-    }
-    if (options_.max_message_bytes < 1 ||
-        options_.max_message_bytes > kMaxMessageBytes) {
-      throw std::invalid_argument(
-          "max_message_bytes is " + std::to_string(options_.max_message_bytes) +
-          ", expected 1 to " + std::to_string(kMaxMessageBytes));
     }
     if (options_.tls_cert.empty() != options_.tls_key.empty() ||
         options_.tls_cert.empty() != options_.tls_ca.empty()) {
@@ -651,21 +639,15 @@ class ActorPool {
 
     // Returns the leaf of the step's entry "waits", if it has one.
     [[nodiscard]] std::optional<size_t> find_waits() const {
-      const Structure& structure = *spec_.structure;
-      size_t leaf = 0;
-      for (size_t i = 0; i < structure.keys.size(); ++i) {
-        if (structure.keys[i] == "waits") {
-          const bool is_leaf = structure.children[i].kind == Kind::kLeaf;
-          if (is_leaf && spec_.leaves[leaf].dtype == DType{DType::kBool, 8} &&
-              spec_.leaves[leaf].shape.rank() == 1) {
-            return leaf;
-          }
-          throw std::invalid_argument("the server's waits is no bool [" +
-                                      std::to_string(num_envs_) + "]");
-        }
-        leaf += structure.children[i].num_leaves();
+      const auto [child, leaf] = spec_.structure->find("waits");
+      if (child == nullptr) return std::nullopt;
+      if (child->kind == Kind::kLeaf &&
+          spec_.leaves[leaf].dtype == DType{DType::kBool, 8} &&
+          spec_.leaves[leaf].shape.rank() == 1) {
+        return leaf;
       }
-      return std::nullopt;
+      throw std::invalid_argument("the server's waits is no bool [" +
+                                  std::to_string(num_envs_) + "]");
     }
 
     // Whether the group, which then is one row, has no part in the newest step.

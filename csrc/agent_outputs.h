@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -34,21 +33,14 @@ struct AgentOutputs {
     const auto n = static_cast<std::ptrdiff_t>(structure.num_leaves());
     leaves.assign(result.leaves.begin(), result.leaves.begin() + n);
     core_state.assign(result.leaves.begin() + n, result.leaves.end());
-    const auto key = std::find(structure.keys.begin(), structure.keys.end(), "action");
-    if (key == structure.keys.end()) {
+    const auto [got, begin] = structure.find("action");
+    if (got == nullptr) {
       throw std::invalid_argument("inference returned " + structure.describe() +
                                   ", expected 'action' among them");
     }
-    size_t begin = 0;
-    for (auto k = structure.keys.begin(); k != key; ++k) {
-      begin += structure.children[static_cast<size_t>(k - structure.keys.begin())]
-                   .num_leaves();
-    }
-    const Structure& got =
-        structure.children[static_cast<size_t>(key - structure.keys.begin())];
     std::vector<size_t> order;
     try {
-      order = match(*action_spec.structure, got);
+      order = match(*action_spec.structure, *got);
     } catch (const std::invalid_argument& e) {
       throw std::invalid_argument(
           std::string("the agent's action is not what the server asks for: ") +

@@ -26,6 +26,17 @@ struct Closed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+namespace internal {
+
+inline void require(bool ok, const std::string& name, int64_t value,
+                    const std::string& expected) {
+  if (ok) return;
+  throw std::invalid_argument(name + " is " + std::to_string(value) + ", expected " +
+                              expected);
+}
+
+}  // namespace internal
+
 struct BatchingOptions {
   int batch_dim = 0;
   int64_t minimum_batch_size = 1;
@@ -39,12 +50,7 @@ struct BatchingOptions {
   bool grow = false;
 
   void validate() const {
-    const auto require = [](bool ok, const std::string& name, int64_t value,
-                            const std::string& expected) {
-      if (ok) return;
-      throw std::invalid_argument(name + " is " + std::to_string(value) +
-                                  ", expected " + expected);
-    };
+    using internal::require;
     require(batch_dim >= 0 && batch_dim < kMaxRank, "batch_dim", batch_dim,
             "0 to " + std::to_string(kMaxRank - 1));
     require(minimum_batch_size >= 1, "minimum_batch_size", minimum_batch_size,

@@ -494,8 +494,8 @@ goes on calls set_error().)")
       .def("__len__", &DynamicBatcher::Batch::size, "How many rows it has.");
   m.attr("Batch") = batcher.attr("Batch");
 
-  py::class_<ListeningPool>(m, "ActorPool",
-                            R"(Steps environment servers, one stream each.
+  py::class_<ActorPool>(m, "ActorPool",
+                        R"(Steps environment servers, one stream each.
 
 For each step it asks inference_batcher for compute((step, core_state)), nests of
 [1, E, ...] for the E environments of a stream; the answer is (outputs, core_state), where
@@ -558,7 +558,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                    copy(array, owned);
                    return owned;
                  });
-             return std::make_unique<ListeningPool>(
+             return std::make_unique<ActorPool>(
                  ActorPool::Options{
                      unroll_length, burn_in, one_episode, seed, connect_timeout_s,
                      listen.empty() ? 0 : max_streams, welcome_timeout_s,
@@ -568,9 +568,10 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                      max_envs.value_or(std::numeric_limits<int64_t>::max()),
                      std::move(observation_space), std::move(action_space),
                      std::move(tls_cert), std::move(tls_key), std::move(tls_ca),
+                     std::move(listen),
                      step.is_none() ? RowSpec() : RowSpec(to_arrays(step))},
-                 std::move(listen), std::move(learner_queue),
-                 std::move(inference_batcher), addresses, state);
+                 std::move(learner_queue), std::move(inference_batcher), addresses,
+                 state);
            }),
            py::arg("unroll_length"), py::arg("learner_queue"),
            py::arg("inference_batcher"), py::arg("addresses"), py::arg("initial_state"),
@@ -585,9 +586,11 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
            py::arg("max_envs") = py::none(), py::arg("allowed_rollouts") = py::none())
       .def(
           "run",
-          [](ListeningPool& self) {
+          [](ActorPool& self) {
             try {
               WithoutGil without_gil;
+              std::optional<Listener> listener;  // Ends after what it has begun.
+              if (!self.options().listen.empty()) listener.emplace(&self);
               self.run(&without_gil);
             } catch (const std::runtime_error& e) {
               PyErr_SetObject(PyExc_RuntimeError, decode(e.what()).ptr());
@@ -597,18 +600,18 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "Blocks until stop(). RuntimeError, with what each server said, if none "
           "could be\n"
           "reached; learner_queue and inference_batcher are closed then.")
-      .def("stop", &ListeningPool::stop, py::call_guard<py::gil_scoped_release>(),
+      .def("stop", &ActorPool::stop, py::call_guard<py::gil_scoped_release>(),
            "Ends all streams. Close inference_batcher and learner_queue, too: actors "
            "may be\n"
            "waiting for them.")
-      .def("allow", &ListeningPool::allow, py::arg("num_rollouts"),
+      .def("allow", &ActorPool::allow, py::arg("num_rollouts"),
            py::call_guard<py::gil_scoped_release>(),
            "So many rollouts more may be begun. Nothing without allowed_rollouts.")
-      .def("add", &ListeningPool::add, py::arg("address"), "Another stream.")
-      .def("remove", &ListeningPool::remove, py::arg("address"),
+      .def("add", &ActorPool::add, py::arg("address"), "Another stream.")
+      .def("remove", &ActorPool::remove, py::arg("address"),
            "Ends the streams to this address. False if there is none.")
       .def(
-          "status", [](const ListeningPool& self) { return to_dicts(self.status()); },
+          "status", [](const ActorPool& self) { return to_dicts(self.status()); },
           "A dict for each stream: stream (its number), address, state, num_envs, "
           "steps,\n"
           "rollouts, reconnects, failures (of these since its last rollout, where a "
@@ -617,12 +620,12 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "dialed_in (the\nhost opened it).")
       .def(
           "take_departed",
-          [](ListeningPool& self) { return to_dicts(self.take_departed()); },
+          [](ActorPool& self) { return to_dicts(self.take_departed()); },
           "Streams that hosts opened and that have ended since the last call, as of\n"
           "status(); last_error says why.")
       .def(
           "take_metrics",
-          [](ListeningPool& self) {
+          [](ActorPool& self) {
             py::list result;
             for (const std::string& text : self.take_metrics()) {
               result.append(py::bytes(text));
@@ -632,7 +635,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "The metrics of episodes since the last call: bytes, JSON, of each.")
       .def(
           "rollouts",
-          [](const ListeningPool& self) {
+          [](const ActorPool& self) {
             const ActorPool::Rollouts r = self.rollouts();
             return py::dict(py::arg("begun") = r.begun,
                             py::arg("delivered") = r.delivered,
@@ -645,7 +648,7 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
           "the others and of those that are being filled.")
       .def(
           "stage_seconds",
-          [](const ListeningPool& self) {
+          [](const ActorPool& self) {
             const ActorPool::StageSeconds s = self.stage_seconds();
             return py::dict(py::arg("environment_wait") = s.environment_wait,
                             py::arg("inference_queue") = s.inference_queue,

@@ -25,10 +25,10 @@ namespace torchbeast {
 // ended, for which the pool has to be stopped, and its batcher and queue closed.
 class Listener {
  public:
-  // Throws runtime_error if it cannot listen at the address. tls_*: as the pool's.
-  Listener(ActorPool* pool, const std::string& address,
-           const ActorPool::Options& options)
-      : service_(pool) {
+  // Listens at the pool's address, with its TLS. Throws runtime_error if it cannot.
+  explicit Listener(ActorPool* pool) : service_(pool) {
+    const ActorPool::Options& options = pool->options();
+    const std::string& address = options.listen;
     grpc::ServerBuilder builder;
     auto credentials = grpc::InsecureServerCredentials();
     const bool is_unix = address.rfind("unix:", 0) == 0;
@@ -131,27 +131,6 @@ class Listener {
   Service service_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<Door> door_;  // But for "unix:path", which only this host can reach.
-};
-
-// An ActorPool that listens while it runs, if it has an address for that.
-class ListeningPool : public ActorPool {
- public:
-  ListeningPool(Options options, std::string address,
-                std::shared_ptr<LearnerQueue> learner_queue,
-                std::shared_ptr<DynamicBatcher> inference_batcher,
-                const std::vector<std::string>& addresses, Nest<Array> initial_state)
-      : ActorPool(std::move(options), std::move(learner_queue),
-                  std::move(inference_batcher), addresses, std::move(initial_state)),
-        address_(std::move(address)) {}
-
-  void run(Blocking* blocking) {
-    if (address_.empty()) return ActorPool::run(blocking);
-    Listener listener(this, address_, options());  // Ends after what it has begun.
-    ActorPool::run(blocking);
-  }
-
- private:
-  const std::string address_;
 };
 
 }  // namespace torchbeast

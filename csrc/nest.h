@@ -39,6 +39,17 @@ struct Structure {
     return n;
   }
 
+  // A dict's entry, and which of this nest's leaves is its first; nullptr if there is
+  // none.
+  [[nodiscard]] std::pair<const Structure*, size_t> find(const std::string& key) const {
+    size_t leaf = 0;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (keys[i] == key) return {&children[i], leaf};
+      leaf += children[i].num_leaves();
+    }
+    return {nullptr, leaf};
+  }
+
   // How messages name leaf i: "leaf 'observation/0'".
   [[nodiscard]] std::string leaf_name(size_t i) const {
     if (kind == Kind::kLeaf) return "the array";

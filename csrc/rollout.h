@@ -180,13 +180,9 @@ class Rollout {
   // An entry [T + 1, E] of the step.
   [[nodiscard]] const Array& entry(const std::string& key) const {
     const Structure& all = shared_structure_ ? *shared_structure_ : structure_;
-    size_t leaf = 0;
-    for (size_t i = 0; i < all.keys.size(); ++i) {
-      if (all.keys[i] == key) {
-        if (leaf < steps_.size() && steps_[leaf].shape.rank() == 2) return steps_[leaf];
-        break;
-      }
-      leaf += all.children[i].num_leaves();
+    const auto [child, leaf] = all.find(key);
+    if (child != nullptr && leaf < steps_.size() && steps_[leaf].shape.rank() == 2) {
+      return steps_[leaf];
     }
     throw std::invalid_argument("the step has no entry '" + key +
                                 "' of one number for each environment");

@@ -24,9 +24,9 @@ from tests import (
     warp_references,
 )
 from tests.programs import Program, load, read_logs, run, wait_for_steps
-from torchbeast import devices, graphs, ranks
+from torchbeast import consistency, devices, graphs, ranks
 from torchbeast.learner import Learner, PublishedWeights
-from torchbeast.warp import consistency, nearest
+from torchbeast.warp import nearest
 
 CUDA = torch.device("cuda:0")
 

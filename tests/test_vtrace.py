@@ -483,37 +483,10 @@ def test_no_real_transition_at_all_is_a_loss_of_zero(reduction):
 
 # --- The losses. ---------------------------------------------------------------------
 
-every_reduction = pytest.mark.parametrize("reduction", vtrace.REDUCTIONS)
-with_and_without_mask = pytest.mark.parametrize("masked", [False, True])
-
-
-@with_and_without_mask
-@every_reduction
-def test_baseline_loss_is_half_the_squared_error(masked, reduction):
-    kwargs = example()
-    mask = kwargs["mask"] if masked else None
-    errors = kwargs["advantages"]
-    weights = loss_weights(errors, mask, reduction)
-    expected = slow_mean_or_sum(errors**2 / 2, mask, reduction)
-
-    errors.requires_grad_()
-    loss = vtrace.compute_baseline_loss(errors, mask, reduction)
-    loss.backward()
-    assert_close(loss.detach(), expected)
-    assert_close(errors.grad, weights * errors.detach())
-
-
-def loss_calls():
-    """Both functions that take a reduction, with everything else they need."""
-    return [
-        functools.partial(compute_losses, **loss_inputs()),
-        functools.partial(vtrace.compute_baseline_loss, example()["advantages"]),
-    ]
-
 
 def test_losses_are_summed_by_default():
-    for loss in loss_calls():
-        exactly(loss(), loss(reduction="sum"))
+    kwargs = loss_inputs()
+    exactly(compute_losses(**kwargs), compute_losses(**kwargs, reduction="sum"))
 
 
 @fifty_times
@@ -621,19 +594,13 @@ FUNCTIONS = {
     vtrace.action_log_probs: ("policy_logits", "actions"),
     vtrace.from_importance_weights: RECURSION,
     vtrace.from_logits: LOSSES,
-    vtrace.compute_baseline_loss: ("advantages", "mask"),
 }
-# Here the first argument alone says what T and B are: no size of it is wrong.
-ANY_SIZE = {vtrace.compute_baseline_loss: floats | ranks | one_rank_higher}
 
 
 def mistakes():
     for function, names in FUNCTIONS.items():
         for name in names:
-            wrong = MISTAKES[name]
-            if name == names[0]:
-                wrong = ANY_SIZE.get(function, wrong)
-            for what, mistake in wrong.items():
+            for what, mistake in MISTAKES[name].items():
                 id_ = f"{function.__name__}-{name}-{what}"
                 yield pytest.param(function, names, name, mistake, id=id_)
 
@@ -703,9 +670,8 @@ def test_a_threshold_out_of_range_is_an_error_that_names_it(name, value):
 
 @pytest.mark.parametrize("reduction", ["none", "SUM", "", None])
 def test_an_unknown_reduction_is_an_error_that_names_it(reduction):
-    for loss in loss_calls():
-        with pytest.raises(ValueError, match=r"\breduction is "):
-            loss(reduction=reduction)
+    with pytest.raises(ValueError, match=r"\breduction is "):
+        compute_losses(**loss_inputs(), reduction=reduction)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf])

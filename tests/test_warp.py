@@ -11,10 +11,10 @@ from gymnasium import spaces
 
 import warp_envs
 from tests import warp_references
-from torchbeast import environment
+from torchbeast import consistency, environment
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
-from torchbeast.warp import autoreset, consistency
+from torchbeast.warp import autoreset
 from torchbeast.warp.check import check
 from torchbeast.warp.host import HostEnvironment
 

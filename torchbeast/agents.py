@@ -9,13 +9,12 @@ import argparse
 import torch
 from torch import nn
 
-from torchbeast import distributions, encoders, normalization, replay_files, rollouts
+from torchbeast import distributions, encoders, replay_files, rollouts
 from torchbeast.checkpoint import load_weights
 from torchbeast.flags import fill_in, number
 from torchbeast.graphs import Graphs
 from torchbeast.messages import BadInput
 from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
-from torchbeast.optimizers import load_optimizer
 
 
 def what_networks_read(batch):
@@ -32,8 +31,17 @@ def what_is_replayed(batch):
 
 def add_network_flags(group, net):
     """Adds the flags of Agent.make_encoder(). net: the default for images."""
-    encoders.add_flags(group, net)
-    normalization.add_observation_flag(group)
+    # fmt: off
+    group.add_argument("--net", default=net, choices=encoders.NETS,
+                       help="network for images (default: %(default)s)")
+    group.add_argument("--hidden_sizes", nargs="+", type=number(int, 1, 2**16),
+                       metavar="N", help="layers for observations that are numbers "
+                       "(default: the agent's)")
+    group.add_argument("--normalize_observations",
+                       action=argparse.BooleanOptionalAction, default=False,
+                       help="subtract the running mean of observations that are "
+                       "numbers, and divide by their standard deviation")
+    # fmt: on
 
 
 def add_reward_flags(group, clipping):
@@ -58,9 +66,12 @@ def add_actor_critic_flags(group):
     group.add_argument("--baseline_cost", type=number(float, 0), default=0.5,
                        metavar="X", help="weight of the value loss "
                        "(default: %(default)s)")
-    # fmt: on
     add_reward_flags(group, "abs_one")
-    normalization.add_reward_flag(group)
+    group.add_argument("--normalize_rewards",
+                       action=argparse.BooleanOptionalAction, default=False,
+                       help="divide rewards by the running standard deviation of the "
+                       "discounted return, instead of --reward_clipping")
+    # fmt: on
 
 
 def actor_critic_defaults(flags, action_space, entropy_cost, atari):
@@ -287,3 +298,18 @@ class Agent:
             setattr(self, name, state[name])
         if self.credit is not None and self.step > 0:  # The run is resumed.
             replay_files.resume(self.credit, self.flags)
+
+
+def load_optimizer(optimizer, state):
+    """Loads an optimizer's state, but not its options: this command's flags count, not
+    those that the checkpoint was made with."""
+    options = [
+        {name: x for name, x in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    groups = zip(state["param_groups"], options, strict=True)
+    groups = [{**saved, **own} for saved, own in groups]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+    if optimizer.defaults.get("momentum", 0) > 0:
+        for parameter, state_of in optimizer.state.items():  # It may be new.
+            state_of.setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -3,7 +3,6 @@
 To encode a kind of observation differently, edit _make_encoder().
 """
 
-import argparse
 import contextlib
 import functools
 import math
@@ -14,31 +13,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast.flags import number
 from torchbeast.images import MIN_SIDE, image_shape, is_image, large_image, num_ids
 from torchbeast.spaces import children
-
-
-def add_flags(group, net):
-    """Adds the flags of make_encoder(). net: the default."""
-    # fmt: off
-    group.add_argument("--net", default=net, choices=NETS,
-                       help="network for images (default: %(default)s)")
-    group.add_argument("--hidden_sizes", nargs="+", type=number(int, 1, 2**16),
-                       metavar="N", help="layers for observations that are numbers "
-                       "(default: the agent's)")
-    # fmt: on
-
-
-def add_numbers_flags(group):
-    """Adds flags for observations that are numbers, None by default: Agent.numbers, and
-    whether Agent.make_encoders() makes the encoder."""
-    # fmt: off
-    group.add_argument("--numbers_net", choices=("mlp", "tanh"),
-                       help="layers for observations that are numbers, of ReLU or tanh")
-    group.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
-                       help="networks of their own for policy and value")
-    # fmt: on
 
 
 def make_encoder(

@@ -53,7 +53,7 @@ from gymnasium.vector import VectorEnv
 from torchbeast import hints, images, masks, pettingzoo, seats, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
-from torchbeast.nests import map_structure
+from torchbeast.nests import replaced
 from torchbeast.old_gym import OLD, PETTINGZOO, OldGym
 from torchbeast.process import take_signals_back
 from torchbeast.spaces import BadStep, check_finite
@@ -283,13 +283,12 @@ class Environment:
             count_steps(self.num_envs)
         else:  # What an agent is paid before its first turn is on its score, too.
             made, paid = made & ~self.env.waits, True
-            keep = functools.partial(_keep, waited)
-            action = self._action = map_structure(keep, self._action, action)
+            action = self._action = replaced(waited, action, self._action)
             count_steps(int(made.sum()))
         self._episode_step[made] += 1
         self._episode_return += np.where(paid, reward, 0)
         # (Also a copy, as the caller may write into its own.)
-        action = map_structure(lambda x: _zero_where(done, x), action)
+        action = replaced(done, action, self.actions.zeros())
         for m in metrics:
             if m is not None:
                 self.add_metrics(m)
@@ -383,19 +382,6 @@ class Environment:
                 self.env.close()
         except Exception as e:
             log.warning("close() of %s raised %s", self.name, first_line(e))
-
-
-def _keep(rows, before, x):
-    """Returns x, with what was before where rows [E] bool is true."""
-    x = x.copy()
-    x[rows] = before[rows]
-    return x
-
-
-def _zero_where(done, x):
-    x = x.copy()
-    x[done] = 0
-    return x
 
 
 def probe(create_env, flags, num_envs):

@@ -16,6 +16,18 @@ def map_structure(fn, nest, *others):
     return fn(nest, *others)
 
 
+def replaced(rows, nest, other):
+    """Returns a nest of arrays [E, ...], with the other's where rows [E] bool is
+    true."""
+
+    def with_rows(x, y):
+        x = x.copy()
+        x[rows] = y[rows]
+        return x
+
+    return map_structure(with_rows, nest, other)
+
+
 def leaves(nest, path=""):
     """Returns [(path, leaf)] of nested dicts and tuples, in order. A path is like
     'observation/image'."""

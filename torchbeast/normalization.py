@@ -5,8 +5,6 @@ actors, learner and tests. An agent updates them once for each batch it learns f
 after it has learned: so a batch is seen by the statistics it was acted with.
 """
 
-import argparse
-
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -19,20 +17,6 @@ from vtrace import discounted_sums
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
 EPSILON = 1e-8  # Added to a variance.
 LARGEST = 1e100  # Its square is a number.
-
-
-def add_observation_flag(group):
-    group.add_argument("--normalize_observations",
-                       action=argparse.BooleanOptionalAction, default=False,
-                       help="subtract the running mean of observations that are "
-                       "numbers, and divide by their standard deviation")  # fmt: skip
-
-
-def add_reward_flag(group):
-    group.add_argument("--normalize_rewards",
-                       action=argparse.BooleanOptionalAction, default=False,
-                       help="divide rewards by the running standard deviation of the "
-                       "discounted return, instead of --reward_clipping")  # fmt: skip
 
 
 class RunningStatistics(nn.Module):

@@ -224,15 +224,6 @@ class Actions:
         given = [leaf.to_environment(x) for x, leaf in zip(arrays, self.leaves)]
         return self.nest(given), self.nest(arrays)
 
-    def where(self, rows, action, other):
-        """Returns `action` where rows [E] is true, else `other`: both as environments
-        take them."""
-        arrays = []
-        for leaf in self.leaves:
-            x, y = (entry(a, leaf.keys, leaf.name) for a in (action, other))
-            arrays.append(np.where(rows.reshape(-1, *[1] * len(leaf.shape)), x, y))
-        return self.nest(arrays)
-
     def split(self, action):
         """Returns the E actions of to_environment(), one for each environment."""
         rows = [leaf.rows(entry(action, leaf.keys, leaf.name)) for leaf in self.leaves]

@@ -19,6 +19,7 @@ from gymnasium.vector import AutoresetMode
 from torchbeast import masks
 from torchbeast.calls import Call
 from torchbeast.messages import BadInput, log
+from torchbeast.nests import replaced
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import Actions, BadStep, Observations, as_declared
 
@@ -179,7 +180,7 @@ class Vector:
 
     def step(self, action):
         if self.same_step and self._last.any():
-            action = self.actions.where(self._last, self._zeros, action)
+            action = replaced(self._last, action, self._zeros)
         with self._step_call:
             result = self.env.step(action)
         observations, rewards, terminated, truncated, info = unpack(

@@ -18,8 +18,7 @@ from torchbeast.messages import BadInput, Repeated, Throttle, first_line, log
 from torchbeast.remote import server, tls
 from torchbeast.remote import torchbeast_pb2 as pb
 from torchbeast.remote.addresses import NOT_A_LEARNER, read
-from torchbeast.remote.limits import MAX_MESSAGE_BYTES
-from torchbeast.remote.protocol import LEARNER_SERVICE, MAX_REQUEST_BYTES
+from torchbeast.remote.protocol import LEARNER_SERVICE, OPTIONS
 from torchbeast.remote.server import Refused, converse, end_of, within
 
 MAX_WAIT_S = 10  # Between attempts.
@@ -173,17 +172,11 @@ class Dialer:
 
 def open_channel(address, flags):
     options = [
-        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # As the learner's other direction has them, csrc/actor_pool.h.
+        *OPTIONS,
+        # As the learner's other direction has them, csrc/channel.h.
         ("grpc.enable_http_proxy", 0),
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-        ("grpc.per_message_decompression", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.max_pings_without_data", 0),
     ]
     if flags.tls_cert is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options)

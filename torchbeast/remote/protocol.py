@@ -9,13 +9,26 @@ import numpy as np
 
 from torchbeast.nests import leaves
 from torchbeast.remote import torchbeast_pb2 as pb
-from torchbeast.remote.limits import MAX_STEP_BYTES
+from torchbeast.remote.limits import MAX_MESSAGE_BYTES, MAX_STEP_BYTES
 
 PROTOCOL_VERSION = 3
 SERVICE = "torchbeast.protocol.EnvironmentServer"
 LEARNER_SERVICE = "torchbeast.protocol.Learner"
 MAX_REQUEST_BYTES = 2**22
 MAX_METRICS_BYTES = 2**20  # A response has no more.
+# Of gRPC, at both ends of a connection.
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # No compression: a few bytes could become any number of them.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
+    # Both ask each other every 10 s: one that is gone without a word, as when its
+    # host's power fails, is noticed after half a minute.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
 
 
 def encode_structure(nest):

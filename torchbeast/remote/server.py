@@ -25,10 +25,9 @@ from torchbeast.process import end_group, keep_freed_memory, lead_group
 from torchbeast.remote import tls
 from torchbeast.remote import torchbeast_pb2 as pb
 from torchbeast.remote.addresses import NOT_A_LEARNER, why_not_free
-from torchbeast.remote.limits import MAX_MESSAGE_BYTES
 from torchbeast.remote.protocol import (
     LEARNER_SERVICE,
-    MAX_REQUEST_BYTES,
+    OPTIONS,
     PROTOCOL_VERSION,
     SERVICE,
     encode_spec,
@@ -332,21 +331,12 @@ def serve(create_env, flags, address, directory, parent):
     server = grpc.server(
         pool,
         options=[
+            *OPTIONS,
             ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
-            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # No compression: a few bytes could become any number of them.
-            ("grpc.compression_enabled_algorithms_bitset", 1),
-            ("grpc.per_message_decompression", 0),
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
             # Of a connection, lest calls of health.Watch() take the memory.
             ("grpc.max_concurrent_streams", MAX_STREAMS + SPARE_THREADS),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
-            # Learner and server ask each other every 10 s: one that is gone without
-            # a word, as when its host's power fails, is noticed after half a minute.
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-            ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )
