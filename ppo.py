@@ -22,6 +22,7 @@ T is the unroll length, B the batch size, P the number of parameters of a distri
 import argparse
 import math
 
+import gymnasium
 import torch
 
 import vtrace
@@ -86,6 +87,14 @@ def parser():
     return p
 
 
+def discount_of_limit(env_id):
+    """Returns a discount, 0.99 to 0.999, that sees as far as an episode's time limit,
+    if Gymnasium knows one."""
+    spec = gymnasium.registry.get(env_id.rpartition(":")[2])
+    limit = spec.max_episode_steps if spec is not None else None
+    return min(max(0.99, 1 - 1 / (limit or 1)), 0.999)
+
+
 class Agent(agents.Agent):
     """PPO with generalized advantage estimation (Schulman et al., arXiv 1506.02438)."""
 
@@ -100,7 +109,8 @@ class Agent(agents.Agent):
         )
         side = smallest_side(observation_space)
         if side is None:
-            chosen.update(normalize_observations=True, discounting=0.999)
+            chosen["normalize_observations"] = True
+            chosen["discounting"] = discount_of_limit(flags.env)
             if not flags.use_lstm:
                 chosen["learning_rate"] = 1e-3
         elif side < 20:

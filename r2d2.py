@@ -30,9 +30,9 @@ from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
 
 # Rlpyt's "ernbw" (configs/atari/dqn/atari_dqn.py), smaller.
 DQN = dict(
-    use_lstm=False, reward_clipping="abs_one", exploration=(0.01, 0.01),
-    exploration_steps=100_000, target_interval=4000, replay_size=300_000,
-    replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
+    use_lstm=False, reward_clipping="abs_one", n_step=3, value_rescaling=False,
+    exploration=(0.01, 0.01), exploration_steps=100_000, target_interval=4000,
+    replay_size=300_000, replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
     importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
     grad_norm_clipping=10.0,
 )  # fmt: skip
@@ -98,10 +98,12 @@ def parser():
 
 class Net(QNetwork):
     """outputs["quantiles"] [T, B, A, N] of the return after each action, by dueling
-    heads, and outputs["q"] [T, B, A], their means."""
+    heads, and outputs["q"] [T, B, A], their means. They are of rescaled returns with
+    --value_rescaling; then the mean of several is that of the returns."""
 
-    def __init__(self, encoder, action_space, use_lstm, num_quantiles):
+    def __init__(self, encoder, action_space, use_lstm, num_quantiles, rescaled):
         self.num_quantiles = num_quantiles
+        self.mean_of_returns = rescaled and num_quantiles > 1
         super().__init__(encoder, action_space, use_lstm)
 
     def make_heads(self, num_features):
@@ -116,7 +118,12 @@ class Net(QNetwork):
         advantage = self.advantage(x).unflatten(1, (-1, self.num_quantiles))
         advantage = advantage - advantage.mean(1, keepdim=True)
         quantiles = self.value(x).unsqueeze(1) + advantage
-        return {"q": quantiles.mean(-1), "quantiles": quantiles}
+        return {"q": self.mean(quantiles), "quantiles": quantiles}
+
+    def mean(self, quantiles):
+        if self.mean_of_returns:
+            quantiles = targets.unscale(quantiles)
+        return quantiles.mean(-1)
 
 
 class Agent(QAgent):
@@ -143,7 +150,8 @@ class Agent(QAgent):
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)
         flags = self.flags
-        return Net(encoder, action_space, flags.use_lstm, flags.quantiles)
+        sizes = flags.quantiles, flags.value_rescaling
+        return Net(encoder, action_space, flags.use_lstm, *sizes)
 
     # Learning.
 
@@ -267,7 +275,7 @@ class Agent(QAgent):
     def target_values(self, q, steps, core_state):
         """Returns the target network's quantiles [T + 1, B, N] for the action that is
         best by the learned network's, q [T + 1, B, A, N] (double Q-learning)."""
-        best = q.mean(-1).argmax(-1)
+        best = self.net.mean(q).argmax(-1)
         return targets.of_actions(self.values(self.target_net, steps, core_state), best)
 
     def values(self, net, steps, core_state):

@@ -100,10 +100,18 @@ def test_a_flag_that_is_given_wins():
     }  # fmt: skip
 
 
-def test_ppo_sees_further_where_there_are_numbers():
-    cases = (NUMBERS,), (IMAGE,), (NUMBERS, "--discounting", "0.9")
-    found = [ppo_flags_of(OTHER, *case).discounting for case in cases]
-    assert found == [0.999, 0.99, 0.9]
+def test_ppo_sees_as_far_as_episodes_of_numbers_may_last():
+    cases = {  # CartPole's have 500 steps.
+        0.998: (OTHER, NUMBERS),
+        0.999: ("HalfCheetah-v5", NUMBERS),
+        0.995: ("gymnasium.envs:Pendulum-v1", NUMBERS),
+        0.99: ("Reacher-v5", NUMBERS),
+        0.9: (OTHER, NUMBERS, "--discounting", "0.9"),
+    }
+    found = {ppo_flags_of(*case).discounting: case for case in cases.values()}
+    assert found == cases
+    for case in (OTHER, IMAGE), ("mpe2.simple_spread_v3", NUMBERS):
+        assert ppo_flags_of(*case).discounting == 0.99
 
 
 def test_what_was_chosen_is_printed_in_one_line_and_in_meta_json(tmp_path):

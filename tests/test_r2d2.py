@@ -111,6 +111,7 @@ def slow_errors(agent, batch):
             net(batch, batch["core_state"][0])[0]["quantiles"]
             for net in (agent.net, agent.target_net)
         )
+    returns = unscale(q) if flags.value_rescaling else q
     result = torch.zeros(T, B, N, N)
     for b in range(B):
         for t in range(K, K + T):
@@ -123,7 +124,7 @@ def slow_errors(agent, batch):
                 i += 1
                 reward += weight * batch["reward"][i, b]
                 weight *= flags.discounting * (not batch["terminated"][i, b])
-            best = max(range(q.shape[2]), key=lambda a: q[i, b, a].sum())
+            best = max(range(q.shape[2]), key=lambda a: returns[i, b, a].sum())
             for j in range(N):
                 value = target_q[i, b, best, j]
                 if flags.value_rescaling:
@@ -183,6 +184,16 @@ def test_the_quantiles_of_a_return_are_learned():
             optimizer.step()
         expected = torch.tensor(expected).float()
         torch.testing.assert_close(quantiles.detach(), expected, atol=1, rtol=0)
+
+
+@pytest.mark.parametrize("quantiles", [1, 2])
+def test_the_best_action_has_the_largest_mean_of_returns_that_are_not_rescaled(
+    quantiles,
+):
+    agent, _ = make_agent("--quantiles", quantiles)
+    returns = torch.tensor([[9.0, 9.0], [22.0, 0.0]])  # Rescaled, the first is larger.
+    assert rescale(returns).mean(-1).argmax() == 0
+    assert agent.net.mean(rescale(returns)[:, :quantiles]).argmax() == 1
 
 
 @pytest.mark.parametrize("args", [[], DQN, [*DQN, "--quantiles", 3]])

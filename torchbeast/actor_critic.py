@@ -58,7 +58,8 @@ def add_learning_flags(p):
 
     g = p.add_argument_group("optimizer (Adam)")
     # fmt: off
-    # RL Zoo's rates for SAC (rl-baselines3-zoo, hyperparams/sac.yml).
+    # RL Zoo's of SAC on LunarLanderContinuous (rl-baselines3-zoo, sac.yml), where they
+    # fall linearly.
     g.add_argument("--learning_rate", type=number(float, above=0), default=7.3e-4,
                    metavar="X", help="actor's learning rate (default: %(default)s)")
     g.add_argument("--critic_learning_rate", type=number(float, above=0),
