@@ -183,8 +183,8 @@ def run(patterns, savedir, slots, again):
 
 
 def collect(patterns, savedir):
-    """Copies what is finished and newer than in docs/results, and what is not finished
-    if docs/results has nothing that is, and less of it."""
+    """Copies what is finished and not of a day before that in docs/results, and what is
+    not finished if docs/results has nothing that is, and no more of it."""
 
     def worth(record):
         finished = record["finished"]
@@ -197,7 +197,8 @@ def collect(patterns, savedir):
         except BadInput as e:
             log.warning("%s", e)
             continue
-        if not rows or name in records and worth(records[name]) >= worth(record):
+        known = records.get(name, {})
+        if not rows or known == record or known and worth(known) > worth(record):
             continue
         records[name] = record
         with open(tables.RESULTS / f"{name}.csv", "w", newline="") as f:

@@ -154,6 +154,10 @@ def test_what_is_finished_or_newer_or_longer_is_kept(tmp_path, folder):
     assert collected(290_000, "2026-11-05") == (300_000, "04")
     assert collected(300_080, "2026-11-03") == (300_000, "04")
     assert collected(300_040, "2026-11-06") == (300_040, "06")
+    # On the same day, and on another commit.
+    make_run(tmp_path, [(300_040, 1, 9)], earlier=["f00d"], date="2026-11-06")
+    results.collect(["impala-cartpole"], tmp_path)
+    assert tables.read_records()["impala-cartpole-1"]["commit"] == "f00d"
 
 
 def test_files_that_matter_are_those_of_program_agent_and_environment(
