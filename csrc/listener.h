@@ -54,7 +54,7 @@ class Listener {
     // One thread for each stream, and some that refuse what is too many.
     builder.SetResourceQuota(grpc::ResourceQuota().SetMaxThreads(
         static_cast<int>(options.max_streams) + kSpareThreads));
-    // As torchbeast/remote/server.py has them, with the same reasons.
+    // As torchbeast/remote/protocol.py and server.py have them, with the same reasons.
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     builder.AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1);
     builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
