@@ -90,8 +90,8 @@ class Actor:
         """Fills rollouts, one after the other, without end. Each begins with the newest
         weights. Yields lists of (index of a full buffer, version of its weights).
 
-        take(n, least=n): returns the indices of n free buffers, where n rollouts begin,
-            or of as many as there are, if these are `least` or more.
+        take(n, least=n): returns the indices of n free buffers, or of fewer if fewer
+            are free, but of at least `least`. A rollout begins in each.
         """
         version, versions = None, {}  # The weights' versions, now and by buffer.
 
@@ -111,14 +111,16 @@ class Actor:
             yield [(index, versions[index]) for index in indices]
 
     def whole_rollouts(self, buffers, begin):
-        """Yields lists of indices of full buffers. begin(n): returns n free ones'."""
+        """Yields lists of indices of full buffers. begin(n) returns those of n free
+        ones."""
         while True:
             indices = begin(self.env.num_envs)
             self.rollout(buffers, indices)
             yield indices
 
     def act(self):
-        """Returns what the agent's act() does for the newest step, arrays [E, ...]."""
+        """Returns the outputs of the agent's act() for the newest step: arrays [E,
+        ...]."""
         with self.stage("inference"):
             step = map_structure(lambda x: torch.from_numpy(x)[None], self.step)
             before = self.core_states[-1]
@@ -128,15 +130,15 @@ class Actor:
         return map_structure(lambda x: x[0].numpy(), outputs)
 
     def rollout(self, buffers, indices):
-        """Fills the buffers of the E indices with T new steps each (the first time with
-        K + T).
+        """Writes T new steps (the first time K + T) into each of the buffers of E
+        indices.
 
         buffers: a nest of NumPy arrays [K + T (+ 1), num_buffers, ...].
         """
         T, begin = self.flags.unroll_length, len(self.overlap["reward"]) - 1
         first, E = indices[0], len(indices)
         if indices == list(range(first, first + E)):
-            indices = slice(first, first + E)  # Several times as fast to write to.
+            indices = slice(first, first + E)  # Several times as fast as a list.
 
         def repeat(x, buffer):
             buffer[: len(x), indices] = x
@@ -198,14 +200,15 @@ def learning(full_queue, buffers, actors, learner, batch_lock, update_lock, stop
                     full_queue.put(None)  # For the next thread.
                     return
                 items.append(item)
-        batch = make_batch(buffers, items, learner.device, learner.flags.unroll_length)
+        T = learner.flags.unroll_length
+        new = make_batch(buffers, items, learner.device, T)
         indices = [index for index, _ in items]
         if not synchronous(learner.flags):
             actors.free(indices)
         with update_lock:
             if learner.finished or stop.is_set():
                 return
-            learner.update(*batch)
+            learner.update(*new)
         if synchronous(learner.flags):  # The next rollouts begin with new weights.
             actors.free(indices)
 
@@ -279,9 +282,9 @@ def train_serially(flags, env, seed, learner, buffers, signals):
         signals.check()
         while len(full_queue) >= learner.batch_size and not learner.finished:
             items = [full_queue.popleft() for _ in range(learner.batch_size)]
-            batch = make_batch(buffers, items, learner.device, flags.unroll_length)
+            new = make_batch(buffers, items, learner.device, flags.unroll_length)
             free_queue.extend(index for index, _ in items)
-            learner.update(*batch)
+            learner.update(*new)
             signals.check()
         if learner.finished:
             return
@@ -306,8 +309,8 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
         full_queue.put(None)
 
     threads.add("actors", actors.run)
-    # With the shallow network on Atari, learning takes about 0.3 of the time of a CPU;
-    # the actors get the rest, unless they wait for it.
+    # With the shallow network on Atari, learning takes about 0.3 of a CPU's time. The
+    # actors get the rest, unless acting waits for updates.
     num_cores = devices.num_update_cores(0.3, learner.agent, flags)
     for i in range(flags.num_learner_threads):
         threads.add(f"learner-{i}", learn, num_cores)

@@ -55,7 +55,8 @@ DEFAULTS = dict(
     separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, num_epochs=1,
     learning_rate=1e-3, entropy_cost=0.01,
 )  # fmt: skip
-# A2C with openai/baselines' constants. V-trace is A2C where acting waits for learning.
+# A2C with openai/baselines' constants: where acting waits for updates, V-trace's loss
+# is A2C's.
 PRESETS = {
     "a2c": DEFAULTS | {"async": False} | dict(
         batch_size=16, num_envs=16, unroll_length=5, learning_rate=7e-4,
@@ -112,8 +113,8 @@ def parser():
 
 
 class Net(ActorCritic):
-    """An encoder, an LSTM if one is wanted, and two heads. To use another network,
-    override here what torchbeast/networks.py has, or Agent.make_encoder().
+    """An encoder, an LSTM if one is wanted, and two heads. Their layers are in
+    torchbeast/networks.py: override its methods here, or Agent.make_encoder().
 
     forward(step, core_state) takes a dict of tensors [T, B, ...] and returns (outputs,
     core_state): outputs["policy_logits"] [T, B, P], the parameters of the distribution
@@ -125,15 +126,15 @@ class Net(ActorCritic):
 class Agent(agents.Agent):
     """IMPALA: an actor-critic that corrects by V-trace for the age of its rollouts.
 
-    torchbeast/agents.py says what a program needs of an agent, and has what is not
-    IMPALA's own: the encoder, rewards, statistics of normalisation, checkpoints.
+    torchbeast/agents.py says what a program needs of an agent, and has what all agents
+    share: the encoder, rewards, statistics of normalisation, checkpoints.
     """
 
     images_on_gpu = dict(batch_size=8, num_envs=256)
 
     def defaults(self, observation_space, action_space):
-        """Returns {flag: its value where the command line has none}, by the kind of
-        environment."""
+        """Returns {flag: default}, by the kind of environment, for flags that were not
+        given."""
         flags, chosen = self.flags, dict(DEFAULTS)
         if not has_images(observation_space):
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
@@ -196,13 +197,14 @@ class Agent(agents.Agent):
         self.set_learning_rate(learning_rate)
         mixed, logged = (batch, {}) if self.credit is None else self.credit.mix(batch)
         step = self.graphs.of(self.gradient_step, mixed)
-        steps = [step() for _ in range(self.flags.num_epochs)]  # V-trace corrects.
+        # V-trace corrects for the gradient steps since the rollouts, these included.
+        steps = [step() for _ in range(self.flags.num_epochs)]
         self.update_statistics(batch)
         self.count()
         return {**means(steps), **logged, "learning_rate": learning_rate}
 
     def gradient_step(self, batch):
-        def loss(batch):  # It may get slices of the batch (set_gradients()).
+        def loss(batch):  # set_gradients() may pass a few rollouts at a time.
             outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
             return self.loss(batch, outputs)
 
@@ -218,7 +220,7 @@ class Agent(agents.Agent):
         multiplied by their costs; entropy_loss is minus the policy's entropy.
         """
         # Index t of each tensor below is about the action taken on step t, whose result
-        # is in step t + 1. No action led from a last observation to a first one.
+        # is in step t + 1. The mask leaves out steps from one episode into the next.
         logits, actions = outputs["policy_logits"][:-1], batch["action"]
         log_prob = self.distribution.log_prob
         losses = vtrace.compute_losses(
@@ -291,7 +293,7 @@ def inference(batcher, agent, weights, device):
             rollouts.check_outputs(outputs)
         except ValueError as e:
             if not all(p.isfinite().all() for p in agent.net.parameters()):
-                raise Stop(str(e), save=False) from e  # The weights stay as they are.
+                raise Stop(str(e), save=False) from e  # Weights stay as they are.
             batch.set_error(str(e))  # Only these streams' rollouts are lost.
             continue
         outputs["version"] = torch.full(step["done"].shape, version)
@@ -309,7 +311,7 @@ def learning(queue, actors, learner, lock, stop):
             if learner.finished or stop.is_set():
                 return
             learner.update(batch, episodes, versions)
-        actors.allow(learner.batch_size)  # If they wait for the update.
+        actors.allow(learner.batch_size)  # Lets those go on that waited for the update.
 
 
 def train(flags):
@@ -347,8 +349,6 @@ def train(flags):
 def train_with_streams(core, flags, sources, servers, env, step, learner, signals):
     """Starts the streams, inference and learning, each in threads of its own; waits for
     a signal or the last step; ends all threads. Raises what went wrong in any of them.
-
-    core: the module libtorchbeast. step: a first step, which shows dtypes and shapes.
     """
     actor_device = learner.weights.device
     # At most one batch waits while another is learned from, to limit policy lag.

@@ -4,9 +4,9 @@
     python -m polybeast_env --env PongNoFrameskip-v4 --learner 127.0.0.1:50050
 
 Each server is a process, at an address of its own (ports, or names of Unix sockets, are
-counted up from the first), and gives each learner that connects a new batch of
-environments. With --learner each process dials a learner (polybeast --listen) instead,
-again and again until it is ended. Hosts of environments need neither torch nor a
+counted up from the first), and makes new environments for each learner that connects.
+With --learner, each process instead dials a learner (polybeast --listen), and dials
+again whenever a connection ends. Hosts of environments need neither torch nor a
 compiler, so nothing in here imports torch.
 """
 
@@ -34,8 +34,8 @@ def environment_parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("environment")
     g.add_argument("--env", metavar="ID", default="PongNoFrameskip-v4",
                    help="environment, by Gymnasium's name; MODULE:ID imports MODULE "
-                   "first; MODULE:NAME calls NAME of MODULE, which makes one of "
-                   "PettingZoo's (default: %(default)s)")
+                   "first; MODULE:NAME calls the function NAME of MODULE, which "
+                   "returns a PettingZoo environment (default: %(default)s)")
     g.add_argument("--env_args", nargs="*", type=environment.argument, default=[],
                    metavar="NAME=VALUE", help="arguments of the environment's "
                    "constructor (default: none)")
@@ -58,12 +58,12 @@ def environment_parser() -> argparse.ArgumentParser:
 
 
 def create_env(flags, num_envs, render_mode=None, seed=None):
-    """Makes num_envs environments that step together, of a list or of one VectorEnv. To
-    use another environment, edit this function.
+    """Makes num_envs environments that step together: a list of them, or one VectorEnv.
+    To use another environment, edit this function.
 
     render_mode: "rgb_array" for videos, "human" for the screen, None in training.
-    seed: belongs to these environments alone. reset() gets it, too; environments that
-        are seeded when they are made, such as EnvPool's, need it here.
+    seed: the seed of these environments. reset() gets it later; EnvPool's need it when
+        they are made.
     """
     if is_warp(flags.env):
         if render_mode == "human":
@@ -71,7 +71,7 @@ def create_env(flags, num_envs, render_mode=None, seed=None):
                 f"environment {flags.env} is not shown on a screen: use --mode test "
                 "--video FILE.mp4"
             )
-        from torchbeast.warp.host import HostEnvironment  # With torch.
+        from torchbeast.warp.host import HostEnvironment  # Imports torch.
 
         return HostEnvironment(create_warp_env(flags), num_envs)
     if atari_wrappers.is_atari(flags.env):
@@ -104,7 +104,7 @@ def create_warp_env(flags):
             "observations as networks are to see them"
         )
     seats.refuse(flags.policies, flags.opponents, flags.env)
-    from torchbeast.warp import autoreset  # With torch.
+    from torchbeast.warp import autoreset  # Imports torch.
 
     return autoreset.make(flags.env, **dict(flags.env_args))
 
@@ -153,7 +153,7 @@ def serve(flags):
             raise BadInput("expected --address or --learner, not both")
         module = "dialer"
         found = addresses.of_flag("--learner", flags.learner, list)
-        first = random.randrange(len(found))  # No learner is always the last.
+        first = random.randrange(len(found))  # No learner always gets fewest processes.
         where = list(islice(cycle(found), first, first + flags.num_servers))
     tls.check(flags, where)
     tls.load(flags, {"server": "server", "dialer": "client"}[module])

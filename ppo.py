@@ -10,11 +10,12 @@ and torchbeast/networks.py.
 Each batch is learned from several times, in minibatches, and acting waits for each
 update. With --async it does not, and rollouts are of older policies, for which the
 objective is decoupled (Hilton et al., "Batch size-invariance for policy optimization",
-arXiv 2110.00641). The ratio pi / pi_start is clipped, to the policy at the start of the
-update; pi_start / pi_acted, whose parameters are in the rollout, is an importance
-weight, of V-trace's advantages as well (arXiv 1802.01561). Without --async pi_start is
-pi_acted (docs/agents.md has the one exception): weights are 1, advantages are GAE's,
-and the objective is PPO's.
+arXiv 2110.00641). pi is the policy that learns, pi_start the one at the start of the
+update, pi_acted the one that acted, whose outputs are in the rollout. The ratio
+pi / pi_start is clipped; pi_start / pi_acted is an importance weight, and the rho of
+V-trace's values (arXiv 1802.01561). Without --async pi_start is pi_acted
+(docs/agents.md has the one exception): weights are 1, advantages are GAE's, and the
+objective is PPO's.
 
 T is the unroll length, B the batch size, P the number of parameters of a distribution.
 """
@@ -101,8 +102,8 @@ class Agent(agents.Agent):
     numbers = "tanh"
 
     def defaults(self, observation_space, action_space):
-        """Returns {flag: its value where the command line has none}, by the kind of
-        environment."""
+        """Returns {flag: default}, by the kind of environment, for flags that were not
+        given."""
         flags, cost = self.flags, DEFAULTS["entropy_cost"]
         chosen = DEFAULTS | agents.actor_critic_defaults(
             flags, action_space, cost, is_atari(flags.env)
@@ -118,8 +119,8 @@ class Agent(agents.Agent):
         return chosen
 
     def make_net(self, observation_space, action_space):
-        """Policy and value share nothing where there are neither images nor an LSTM,
-        and without an LSTM nothing is seen of the last action."""
+        """Policy and value share nothing where there are neither images nor an LSTM.
+        Without an LSTM the network does not read the last action."""
         lstm = self.flags.use_lstm
         shared = has_images(observation_space) or lstm
         make = self.make_encoder if shared else self.make_encoders
@@ -157,12 +158,13 @@ class Agent(agents.Agent):
 
     @torch.no_grad()
     def prepare(self, batch):
-        """Returns (what minibatches are made of, what is logged of it): the batch's
-        steps [T, B, ...], on which actions were taken, with
+        """Returns (data for minibatches, statistics). The data are the batch's steps 0
+        to T - 1, [T, B, ...], with
 
-            log_prob, value, target, advantage  [T, B], of these actions, by the network
-                  at the start of the update
-            weight  [T, B], its probability of the action over that when it was taken
+            log_prob, value, target, advantage  [T, B], of the actions taken, by the
+                  network at the start of the update
+            weight  [T, B], the action's probability by that network over its
+                  probability when it was taken, at most MAX_WEIGHT
             real  [T, B] bool, the step was not the last of an episode
         """
         outputs, _ = self.unroll(batch, batch["core_state"])  # [T + 1, B, ...]
@@ -172,8 +174,8 @@ class Agent(agents.Agent):
         value, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
         rewards, real = self.rewards(batch), ~batch["done"][1:]
         discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
-        # V-trace's values, and advantages without rho, which is in the weight. They are
-        # GAE's where all rhos are 1.
+        # V-trace's values. The advantages below leave out rho, which is in the weight.
+        # Both are GAE's where all rhos are 1.
         target = vtrace.from_importance_weights(
             log_rhos, discounts, rewards, value, bootstrap_value, real,
             lambda_=self.flags.gae_lambda,

@@ -11,9 +11,10 @@ What it does not define is in torchbeast/q_learning.py and torchbeast/agents.py.
 
 A batch is learned from several times, in minibatches. The targets are Q(lambda) by the
 network at the start of the update. Where acting waits for learning, this network is the
-one that acted, as in the paper. In an older rollout only the actions are old, not the
-values. Peng's Q(lambda) corrects for neither old nor random actions: with a larger
-lambda its values are more those of the actions that were taken (arXiv 2103.00107).
+one that acted, as in the paper. Rollouts of older policies have old actions, but values
+are always by the current network. Peng's Q(lambda) corrects for neither old nor random
+actions: with a larger lambda its values are more those of the actions that were taken
+(arXiv 2103.00107).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -38,6 +39,12 @@ PRESETS = {
         num_actors=0, envs_per_actor=8, num_servers=1, envs_per_server=8,
     ),
 }  # fmt: skip
+
+# Flags that defaults() chooses.
+BY_ENVIRONMENT = (
+    "net", "reward_clipping", "q_lambda", "num_minibatches",
+    "learning_rate", "grad_norm_clipping",
+)  # fmt: skip
 
 
 def parser():
@@ -68,13 +75,6 @@ def parser():
     by_environment(p, *BY_ENVIRONMENT)
     p.set_defaults(unroll_length=32, batch_size=32)
     return p
-
-
-# Flags that defaults() chooses.
-BY_ENVIRONMENT = (
-    "net", "reward_clipping", "q_lambda", "num_minibatches",
-    "learning_rate", "grad_norm_clipping",
-)  # fmt: skip
 
 
 class Net(QNetwork):

@@ -98,8 +98,8 @@ def parser():
 
 class Net(QNetwork):
     """outputs["quantiles"] [T, B, A, N] of the return after each action, by dueling
-    heads, and outputs["q"] [T, B, A], their means. They are of rescaled returns with
-    --value_rescaling; then the mean of several is that of the returns."""
+    heads, and outputs["q"] [T, B, A], their means. With --value_rescaling quantiles are
+    of rescaled returns; if there are several, q is the mean of the unscaled ones."""
 
     def __init__(self, encoder, action_space, use_lstm, num_quantiles, rescaled):
         self.num_quantiles = num_quantiles
@@ -136,7 +136,7 @@ class Agent(QAgent):
         self.burn_in = flags.burn_in if flags.use_lstm else 0
 
     def defaults(self, observation_space, action_space):
-        """Returns {flag: its value where the command line has none}."""
+        """Returns {flag: default} for flags that were not given."""
         if self.flags.use_lstm:
             return dict(
                 exploration=(0.01, 0.1), n_step=5, value_rescaling=True,
@@ -211,7 +211,7 @@ class Agent(QAgent):
         """Makes a gradient step. Returns (statistics, the samples' priorities)."""
         flags, num, parts = self.flags, batch["done"].shape[1], []
 
-        def loss(batch):  # It may get slices of the batch (set_gradients()).
+        def loss(batch):  # set_gradients() may pass a few samples at a time.
             errors, real, q = self.td_errors(batch, sampled=True)
             losses = targets.quantile_loss(errors)  # [T, B]
             errors = errors.detach().mean((2, 3))
@@ -224,7 +224,8 @@ class Agent(QAgent):
 
         statistics = set_gradients(self.net.parameters(), loss, batch)
         statistics = self.clip_and_step(statistics)
-        # A batch that did not fit was begun again: the last `num` are the whole one.
+        # Where memory ran out, set_gradients() began again: the last num are of the
+        # complete pass.
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
         return statistics, self.priorities(errors, real)
 
@@ -235,8 +236,8 @@ class Agent(QAgent):
         return self.priorities(errors.mean((2, 3)), real)
 
     def td_errors(self, batch, sampled=False):
-        """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where no
-        transition is real; which are [T, B]; the values of the actions taken [T, B]).
+        """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where a
+        transition is not real; real [T, B] bool; the taken actions' values [T, B]).
 
         sampled: the batch is from the replay; without an LSTM, only the first step of
             each sample counts.

@@ -75,7 +75,7 @@ class Actor(nn.Module):
         size = hidden_sizes[-1]
         self.policy = PolicyHead(size, distribution, state_dependent_std=True)
         self.register_buffer("log_stds", distribution.log_stds, persistent=False)
-        # Whether actions are uniform; whoever acts gets it with the weights.
+        # Whether to act uniformly at random. Actors get this buffer with the weights.
         self.register_buffer("uniform", torch.tensor(True))
 
     def forward(self, observation):
@@ -101,7 +101,7 @@ class Agent(ReplayAgent):
     # Learning.
 
     def start_learning(self, device):
-        # Of the weight of entropy.
+        # The logarithm of entropy's weight, which is learned.
         self.log_alpha = torch.zeros((), device=device, requires_grad=True)
         self.target_entropy = self.flags.target_entropy
         if self.target_entropy is None:
@@ -138,7 +138,7 @@ class Agent(ReplayAgent):
             action, log_prob = self.sample_action(following)
             self.net.train()
         if self.flags.batch_renorm:
-            # In one pass: both are normalised by the statistics of both together.
+            # One pass, so that BatchRenorm normalises both by their joint statistics.
             both = map_structure(lambda x: x.flatten(0, 1), both)
             q = self.values(self.critics, both, torch.cat([taken[0], action]))
             q, value = q.chunk(2, dim=1)

@@ -6,12 +6,12 @@ deterministic actor.
     python -m monobeast --agent td3 --preset mujoco --env HalfCheetah-v5
     python -m monobeast --agent td3 --preset ddpg --env HalfCheetah-v5
 
-Read it top to bottom: flags, Actor, Agent. torchbeast/actor_critic.py, which SAC has,
-too, and torchbeast/agents.py have what it does not define.
+Read it top to bottom: flags, Actor, Agent. What it does not define is in
+torchbeast/actor_critic.py, shared with SAC, and torchbeast/agents.py.
 
-Two critics learn the values of the actions of a slowly following actor, with some noise
-added; the smaller of both values is the target. The actor learns every second time.
-With one critic, no noise in the targets and an actor that learns each time it is DDPG
+The target is the smaller of two target critics' values of the target actor's action
+plus noise. The actor learns at every second update of the critics. With one critic, no
+noise in the targets and an actor that learns each time it is DDPG
 (Lillicrap et al., arXiv 1509.02971).
 
 B is the number of samples in a batch, D of numbers in an action, P of parameters of a
@@ -29,7 +29,7 @@ from torchbeast.encoders import mlp
 from torchbeast.flags import number
 from torchbeast.nests import map_structure
 
-LARGEST = 0.999999  # The largest action: a tanh is smaller than 1.
+LARGEST = 0.999999  # The largest squashed action, so that its atanh() is finite.
 
 # The authors' constants (sfujim/TD3), which are CleanRL's.
 MUJOCO = {
@@ -80,7 +80,7 @@ class Actor(nn.Module):
         self.layers = mlp(encoder.out_features, *hidden_sizes, D)
         means = (~distribution.log_stds).nonzero().squeeze(1)
         self.register_buffer("means", means, persistent=False)
-        # Whether actions are uniform. Actors get this buffer with the weights.
+        # Whether to act uniformly at random. Actors get this buffer with the weights.
         self.register_buffer("uniform", torch.tensor(True))
 
     def forward(self, observation):

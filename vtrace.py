@@ -136,7 +136,7 @@ def from_importance_weights(
     bootstrap_value: Tensor,  # [B, ...] V(x_T).
     mask: Tensor | None = None,  # [T, B, ...] bool, False: not a real transition.
     clip_rho_threshold: float | None = 1.0,  # rho-bar. None: no clipping.
-    clip_pg_rho_threshold: float | None = 1.0,  # Of advantages' rho.
+    clip_pg_rho_threshold: float | None = 1.0,  # rho-bar of the advantages.
     clip_c_threshold: float | None = 1.0,  # c-bar.
     lambda_: float = 1.0,  # Remark 2: c_s is multiplied by it.
 ) -> VTraceReturns:
@@ -198,7 +198,7 @@ def from_importance_weights(
 def discounted_sums(x: Tensor, decays: Tensor) -> Tensor:
     """Returns y_s = x_s + decay_s * y_{s+1}, all [T, ...]; y_T is 0."""
     # A scan: each round doubles the number of steps whose terms are in y_s. It takes
-    # log2(T) rounds over [T, ...]; a loop takes T tiny ones, several launches each.
+    # log2(T) rounds over [T, ...]; a loop takes T rounds of several kernels each.
     y, k = x, 1
     while k < len(x):
         y = torch.cat([y[:-k] + decays[: len(x) - k] * y[k:], y[-k:]])

@@ -144,8 +144,8 @@ class Acrobot:
 
 
 class Pendulum:
-    """A pendulum that is to stand, as Gymnasium's Pendulum-v1: angle, speed and torque
-    cost."""
+    """A pendulum to balance upright, as Gymnasium's Pendulum-v1: angle, speed and
+    torque cost."""
 
     gravity, mass, length, dt = 10.0, 1.0, 1.0, 0.05
     max_speed, max_steps = 8.0, 200
@@ -177,8 +177,8 @@ class Pendulum:
 
 
 class Catch:
-    """A ball falls down a board, a row a step. The reward is 1 if the paddle on the
-    bottom row is under it at last, else -1 (bsuite, Osband et al., 2020)."""
+    """A ball falls down a board, one row a step. At the bottom the reward is 1 if the
+    paddle is there, else -1 (bsuite, Osband et al., 2020)."""
 
     rows, columns = 10, 5
     observation_space = spaces.Box(0, 1, (rows, columns))
@@ -207,8 +207,8 @@ class Catch:
 
 
 def expect(kind, low, high=math.inf, **arguments):
-    """Raises ValueError, which names the constructor's argument, if its value is no
-    number of this kind, int or float, from low to high."""
+    """Raises ValueError that names the argument unless its value is a number of this
+    kind (int or float) from low to high."""
     for name, x in arguments.items():
         is_number = isinstance(x, (int, kind)) and not isinstance(x, bool)
         if not is_number or not low <= x <= high or math.isinf(x):
@@ -220,8 +220,8 @@ def expect(kind, low, high=math.inf, **arguments):
 class TagGridWorld:
     """Taggers against one runner on a grid (WarpDrive, Lan et al., arXiv 2108.13976).
 
-    The runner is the last agent. Actions are to stay, or a step along x or y, up or
-    down. An episode ends when a tagger is on the runner's cell, or after max_steps
+    The runner is the last agent. Actions: stay, or one step along x or y, in either
+    direction. An episode ends when a tagger is on the runner's cell, or after max_steps
     steps; the agents see the time.
 
     observation: "full" shows x and y of each agent, whether it is the runner, whether
@@ -326,9 +326,10 @@ class Tag:
     runner. Runners that are left at its end are paid; all agents see the time.
 
     An agent sees its nearest others that are in the game, `num_nearest` of them: how
-    far ahead and to its left they are, how much faster they go and accelerate, where
-    they turn from its own direction, whether each is a tagger and whether there is one;
-    and the time. (WarpDrive's agents see x and y, but not their own direction.)
+    far ahead and to its left they are, how much faster they go and accelerate, the
+    angle between their direction and its own, whether each is a tagger and whether
+    there is one; and the time. (WarpDrive's agents see x and y, but not their own
+    direction.)
     """
 
     tag_reward, tag_penalty, end_reward = 10.0, 10.0, 1.0

@@ -39,8 +39,8 @@ WARM_UP = 3  # Rollouts before one is captured, in which libraries choose their 
 
 # WarpDrive's run (salesforce/warp-drive, run_configs/tag_gridworld.yaml): one policy of
 # all agents, by A2C. V-trace is A2C where rollouts have no age, and so is PPO with one
-# gradient step a batch. WarpDrive's value loss is twice IMPALA's. Two million episodes
-# of 100 steps of 5 agents are 1,000 gradient steps.
+# gradient step a batch. WarpDrive's value loss is twice IMPALA's. A billion agent steps
+# are two million episodes of 100 steps of 5 agents, in 1,000 gradient steps.
 WARPDRIVE = dict(
     env="warp/TagGridWorld", num_envs=2000, unroll_length=100, hidden_sizes=[32, 32],
     discounting=0.98, learning_rate=1e-3, baseline_cost=2.0, entropy_cost=0.05,
@@ -100,8 +100,7 @@ def set_defaults(flags, num_agents):
 
 
 class Rollouts:
-    """Fills buffers with the rollouts of all policies, one after the other, from E
-    environments.
+    """Makes one rollout after the other, of all policies at once, from E environments.
 
     agents:  {policy: Agent}; they act with the weights that learn
     buffers: {policy: a batch, [T + 1, B, ...]}; next() fills all of them
@@ -132,7 +131,7 @@ class Rollouts:
                 ),
                 specs[name],
             )
-        # As _fill() makes states and carry later: one function is compiled for both.
+        # In inference_mode(), as in _fill(), so that _advance() is compiled only once.
         with torch.inference_mode():
             # The states before each of the last K + 1 steps; the last one is current.
             for name, agent in agents.items():
@@ -150,7 +149,7 @@ class Rollouts:
         checked = [*CHECKED, "action_mask"] if "action_mask" in step else CHECKED
         self._checked = [(name, key) for name in agents for key in checked]
         self._finite = torch.ones(len(self._checked), dtype=torch.bool, device=device)
-        self._unread = self._finite, None  # On its way to the CPU.
+        self._unread = self._finite, None  # And its event, on its way to the CPU.
         self._num, self._graph = 0, None
 
     def next(self, check=lambda: None):
@@ -259,7 +258,8 @@ class Rollouts:
         }
 
     def _write(self, policy, nest, t):
-        """Writes a nest [1, B, ...] into a policy's buffers, of a dtype at once."""
+        """Writes a nest [1, B, ...] into a policy's buffers, all tensors of a dtype in
+        one call."""
         by_dtype = {}
         map_structure(
             lambda x, into: by_dtype.setdefault(x.dtype, []).append((into[t], x[0])),

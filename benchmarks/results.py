@@ -30,7 +30,7 @@ from torchbeast import launch, logs  # noqa: E402
 from torchbeast.flags import Parser, number, path, run_command  # noqa: E402
 from torchbeast.messages import BadInput, log  # noqa: E402
 
-NUM_ROWS = 200  # Of a curve, at most.
+NUM_ROWS = 200  # A curve has at most so many.
 # Flags on which results do not depend.
 IGNORED = "--savedir", "--xpid", "--keep_checkpoints", "--checkpoint_interval_seconds"
 

@@ -78,7 +78,8 @@ def child(*args, **kwargs):
         [sys.executable, *map(str, args)],
         cwd=ROOT,
         env={"GRPC_VERBOSITY": "NONE", **os.environ},
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # Of a parent.
+        # It is killed when its parent ends.
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),
         **kwargs,
     )
     try:

@@ -170,7 +170,7 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
             busiest.append(x.sum() / took)
     return {
         "steps_per_second": steps / took,
-        # Of the learner's.
+        # The learner's.
         "busiest_threads": [round(x, 2) for x in sorted(busiest, reverse=True)[:8]],
         # By program and name, where it is at least 1: in user mode, in the kernel.
         "threads_us": {

@@ -52,7 +52,7 @@ def test_an_update_on_the_gpu_equals_one_on_the_cpu(args):
         for name in one:
             error = (one[name] - other[name]).norm() / one[name].norm()
             print(f"{name}: {error:.1e}")
-            # Of a centered convolution's gradient the background's part is taken away.
+            # A centered convolution's gradient has the background's part taken away.
             assert error < (1e-4 if name != "encoder.layers.0.weight" else 2e-3), name
 
 

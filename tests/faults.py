@@ -293,7 +293,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, modu
 
 
 @pytest.mark.survives("learner-and-servers-killed")
-def test_what_servers_and_a_learner_leave_that_are_killed_at_once_the_next_run_removes(
+def test_the_next_run_removes_sockets_of_a_learner_and_servers_killed_together(
     savedir, empty_temporary_directory
 ):
     def directories():

@@ -202,7 +202,7 @@ class Program:
         while (left := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"processes left behind: {[cmdline(p) for p in left]}"
-        # Of other programs' memory a name is there for a moment.
+        # Other programs' memory has a name for a moment.
         names = shared_memory() - self.shm_before
         while names and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -372,7 +372,7 @@ def hosts(n):
     if shutil.which("ip") is None:
         reason = "iproute2 is not installed"
     else:
-        # Of the network that is set aside for measurements (RFC 2544).
+        # An address of the network that is set aside for measurements (RFC 2544).
         ip = f"198.18.{os.getpid() % 256}"
         result = [
             Host(f"beast{os.getpid()}-{i}", f"{ip}.{4 * i + 2}", f"{ip}.{4 * i + 1}")

@@ -82,7 +82,7 @@ def expected_steps(script, actions):
         observation, reward, terminated, truncated, info = result
         ends = terminated or truncated
         reported_end = bool(ends and info["episode_end"])
-        if last and ends and begins:  # Of this episode nothing is shown.
+        if last and ends and begins:  # Nothing of this episode is shown.
             reported_end = False
         else:
             score, length = score + reward, length + 1

@@ -172,7 +172,7 @@ def test_an_item_too_large_for_memory_is_refused_and_leaves_no_trace():
     huge = np.broadcast_to(np.zeros((1, 1), np.int8), (1, 2**34))
     with pytest.raises(ValueError, match=r"^the array: no memory for a batch"):
         queue.enqueue(huge)
-    queue.enqueue(np.ones(1))  # Of another shape and dtype: it is the first.
+    queue.enqueue(np.ones(1))  # Another shape and dtype: it is the first.
     assert queue.dequeue_many().tolist() == [1]
 
 

@@ -215,7 +215,7 @@ def test_values_do_not_run_away_where_every_episode_is_cut_off():
     actor, *buffers = make_actor(flags, env, seed=3)
     actor.agent.start_learning(torch.device("cpu"))
     losses = []
-    for batch in batches(actor, *buffers):  # Of 12 rollouts.
+    for batch in batches(actor, *buffers):  # 12 rollouts each.
         for part in range(0, 12, 4):
             x = map_structure(lambda x, i=part: x[:, i : i + 4], batch)
             losses.append(float(actor.agent.learn(x)["baseline_loss"]))

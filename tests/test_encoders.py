@@ -113,7 +113,7 @@ def test_a_layout_that_is_given_decides_what_is_an_image(layout, shape, expected
         (box(12, 12, 3, high=10), 11),
         (box(84, 84, 3), None),
         (box(84, 84, 3, dtype=np.int32), None),
-        (box(84, 84, high=65535, dtype=np.uint16), None),  # Of a camera.
+        (box(84, 84, high=65535, dtype=np.uint16), None),  # A camera's.
         (box(20, 20, high=1, dtype=np.int8), None),
         (box(16, 16, 29, high=20, dtype=np.int32), None),  # Counts.
         (box(20, 20, low=-1, high=5, dtype=np.int8), None),
@@ -166,7 +166,7 @@ def test_integers_that_may_be_large_are_encoded_by_their_logarithms(
         high = torch.full((1, *space.shape), 5976, dtype=torch.int64)
         assert encoder(high).abs().max() < 10 * 2 * 2 * 9 * len(high[0]) ** 0.5
         assert not torch.equal(encoder(high), encoder(-high))
-        # Of normalised ones there is nothing to take logarithms of.
+        # Normalised ones have nothing to take logarithms of.
         x = torch.randn(1, *space.shape)
         reference = make_encoder(floats(*space.shape), numbers=numbers)
         reference.load_state_dict(encoder.state_dict(), strict=False)

@@ -92,7 +92,7 @@ def test_a_run_may_be_resumed_with_graphs_and_without(flags, gpus, tmp_path):  #
     after = train(case + ("" if flags else " --no-cuda_graphs"), tmp_path, 8)
     assert before.keys() == after.keys()
     steps = {int(x) for k, x in after.items() if k.endswith("/step")}
-    assert steps == {24}  # Of 8 updates of 3 epochs.
+    assert steps == {24}  # 8 updates of 3 epochs.
 
 
 def test_what_a_graph_cannot_have_is_named_in_one_line(gpus, tmp_path, monkeypatch):  # noqa: F811

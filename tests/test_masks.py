@@ -20,7 +20,7 @@ PARTS = spaces.Dict(
         "z": spaces.Discrete(2),
     }
 )
-ALL = [0, 1, 1, 0, 1, 1, 0]  # Of y's numbers, then z.
+ALL = [0, 1, 1, 0, 1, 1, 0]  # y's numbers, then z's.
 NESTED = {"x": None, "y": (np.array([0, 1]), np.array([1, 0, 1])), "z": [1, 0]}
 FLAT_Y = {"x": None, "y": np.array([0, 1, 1, 0, 1], bool), "z": np.array([1.0, 0.0])}
 

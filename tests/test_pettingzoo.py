@@ -298,7 +298,7 @@ def test_a_test_does_not_wait_for_an_agent_that_is_never_there():
     env = environment.Environment([parallel_envs.Gone()])
     flags = types.SimpleNamespace(video=None, seed=0, num_test_episodes=5)
     played = list(play.episodes(flags, env, lambda step: env.some_action()))
-    metrics = [x["age"] for x in env.take_metrics()]  # Of one agent each.
+    metrics = [x["age"] for x in env.take_metrics()]  # One agent's each.
     assert [length for _, length in played] == metrics
     assert not np.isnan([score for score, _ in played]).any()
 

@@ -81,7 +81,7 @@ def test_targets_are_those_of_a_slow_loop(lambda_):
     steps, gamma = 30, 0.9
     rewards = torch.randn(steps, B, dtype=torch.float64)
     q = torch.randn(steps + 1, B, 3, dtype=torch.float64)
-    last = torch.rand(steps + 1, B) < 0.2  # Of an episode.
+    last = torch.rand(steps + 1, B) < 0.2  # An episode's last step.
     terminated = last & (torch.rand(steps + 1, B) < 0.5)
     done = torch.cat([torch.zeros(1, B, dtype=torch.bool), last[:-1]])
     assert (last & ~terminated)[1:-1].any() and terminated[1:-1].any()

@@ -191,7 +191,7 @@ def test_a_run_on_a_gpu_keeps_to_its_budget_of_waits_and_launches(
 ):
     program, *args = case.split()
     program = {x.__name__: x for x in (monobeast, polybeast, warpbeast)}[program]
-    updates = 6 if program is warpbeast else 4  # Of a captured rollout, too.
+    updates = 6 if program is warpbeast else 4  # A captured rollout's, too.
     if "--no-cuda_graphs" not in args:  # After what is launched one by one.
         updates = 10 if {"td3", "crossq"} & {*args} else 6
     flags = flags_of(program, tmp_path, *args, updates=updates)

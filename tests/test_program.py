@@ -40,7 +40,7 @@ from torchbeast.stages import STAGES
 
 FAULTY = "tests.faulty_envs:"
 LOSSES = {"total_loss", "pg_loss", "baseline_loss", "entropy_loss"}
-STATISTICS = {*LOSSES, "grad_norm", "learning_rate"}  # Of the default agent's learn().
+STATISTICS = {*LOSSES, "grad_norm", "learning_rate"}  # The default agent's.
 LOG = ("--log_interval_steps", 40)  # A line for every update.
 
 

@@ -71,7 +71,7 @@ def test_n_step_targets_are_those_of_a_slow_loop(n):
     steps, gamma = 30, 0.9
     rewards, values = torch.randn(2, steps + 1, B, dtype=torch.float64)
     rewards = rewards[:-1]
-    last = torch.rand(steps, B) < 0.2  # Of an episode.
+    last = torch.rand(steps, B) < 0.2  # An episode's last step.
     terminated = last & (torch.rand(steps, B) < 0.5)
     done = torch.zeros(steps + 1, B, dtype=torch.bool)
     done[1:][1:] = last[:-1]  # last[t] is about step t + 1.
@@ -329,7 +329,7 @@ def test_the_optimizer_has_the_flags_constants():
 def test_padding_of_rollouts_of_one_episode_counts_for_neither_side_of_the_ratio():
     flags = parse("--one_episode_rollouts", "--burn_in", 0, "--unroll_length", 40,
                   "--replay_ratio", 1, "--replay_size", 100_000)  # fmt: skip
-    env = environment.Environment([envs.Counter() for _ in range(B)])  # Of 5 steps.
+    env = environment.Environment([envs.Counter() for _ in range(B)])  # 5 steps each.
     agent = r2d2.Agent(flags, env.observation_space, env.action_space)
     agent.start_learning(CPU)
     new = learned = 0
@@ -424,7 +424,8 @@ def test_random_actions_are_as_many_as_the_schedule_says(left):
     assert (best == best[0, 0]).all()
     action = agent.act(step, state)[0]["action"]
     others = (action != best).float().mean()
-    assert others == pytest.approx((0.2 + 0.8 * left) / 2, abs=0.03)  # Of 2 actions.
+    # Half of the random actions, of two, are the best one.
+    assert others == pytest.approx((0.2 + 0.8 * left) / 2, abs=0.03)
 
 
 def test_tests_have_a_few_random_actions_however_many_training_has(monkeypatch):

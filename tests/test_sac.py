@@ -223,7 +223,7 @@ def test_batches_of_several_updates_are_drawn_together_and_each_is_of_all_shares
     )
     for _ in range(4):
         agent.learn(next(acted))
-    # Of 20 new steps each time, of which an update learns from 6.
+    # There are 20 new steps each time; an update learns from 6.
     assert drawn == [3, 3, 4, 3] and len(learned) == 13
     drawable = np.flatnonzero(agent.replay.arrays()["priorities"])
     for items in learned[-3:]:

@@ -433,7 +433,7 @@ def test_the_step_of_its_own_servers_fits_whatever_hosts_may_send(monkeypatch):
     own = {"num_servers": 2, "envs_per_server": 2000}
     limits = sizes(monkeypatch, num_streams=2, **own)
     assert limits["max_message_bytes"] == 2**21 + 2000 * 28_000
-    assert limits["max_envs"] == sizes(monkeypatch)["max_envs"]  # Of hosts alone.
+    assert limits["max_envs"] == sizes(monkeypatch)["max_envs"]  # Hosts' limit alone.
 
 
 def test_a_step_that_no_host_could_send_is_refused_at_the_start(monkeypatch):

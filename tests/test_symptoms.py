@@ -65,7 +65,7 @@ def test_rewards_that_are_not_clipped_are_not_looked_at(flags, lines):
     assert watch.of_rewards({"reward": torch.ones(3, 2)}) is None
     see_rewards(watch, NUM_REWARDS * [7.0])
     assert not lines()
-    # Of several policies, nor.
+    # Nor are those of several policies.
     assert symptoms().of_rewards({"tagger": {}, "runner": {}}) is None
 
 
@@ -85,7 +85,7 @@ def see_losses(watch, losses):
         (list(2.0 ** np.arange(0, 40, 0.1)), "^total_loss"),  # Little by little.
         (100 * [1e5] + 200 * [2.0] + [2.1e6], "and was 2:"),
         ([1.3e7] + 50 * [2e3], None),
-        ((MIN_LOSSES - 1) * [1.0] + [2 * GROWTH], None),  # Of so few nobody knows.
+        ((MIN_LOSSES - 1) * [1.0] + [2 * GROWTH], None),  # So few say nothing.
     ],
 )
 def test_a_loss_is_a_million_times_what_it_was(losses, words, lines):

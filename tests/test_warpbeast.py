@@ -292,7 +292,7 @@ def test_a_rollout_is_what_the_agent_does_step_by_step():
 
 def test_steps_of_agents_that_have_left_are_not_real():
     for batches in copies(make_rollouts(), 3):
-        batch = batches["first"]  # Of its two agents one leaves at step 1, one at 2.
+        batch = batches["first"]  # One of its two agents leaves at step 1, one at 2.
         t = batch["observation"][1:, :, 0]
         expected = t <= torch.tensor([1, 2]).repeat(3)
         assert not expected.all()

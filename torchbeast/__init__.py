@@ -5,9 +5,7 @@ What to open for what, in the order of the way from an environment to a gradient
     environment.py    a step: what each field means, and when an episode ends
     spaces.py         which observations and actions are supported; masks.py: when
     vector.py         environments that step together; how they begin anew
-    pettingzoo.py     environments of several agents; turns.py: that act by turns;
-                      seats.py: which policy acts for whom; union.py: whose spaces
-                      differ
+    pettingzoo.py     environments of several agents; turns.py, seats.py, union.py
     actors.py         MonoBeast's actor processes, and the shared memory they fill
     rollouts.py       what a rollout holds
     agents.py         what all agents share; policies.py: several agents as one
@@ -15,17 +13,13 @@ What to open for what, in the order of the way from an environment to a gradient
     networks.py       encoder, LSTM and heads; encoders.py: observations to features
     distributions.py  policies over any space of actions
     learner.py        an update: learn, count, publish, evaluate
-    gradients.py      a loss's gradients, in slices, and summed over several learners;
-                      minibatches.py: PPO's and PQN's; devices.py: copies to GPUs
-    graphs.py         gradient steps as CUDA graphs; dynamo.py: no compiler, where
-                      nothing is compiled
-    normalization.py  running statistics of observations and rewards; batch_renorm.py:
-                      of what layers read
+    gradients.py      a loss's gradients, summed over learners; minibatches.py: PPO's
+    graphs.py         gradient steps as CUDA graphs; devices.py: copies to GPUs
+    normalization.py  running statistics of observations and rewards
     replay.py         what was seen before, for targets.py and V-trace
     ranks.py          several learners: who votes, what is summed
     run.py            a run's directory and counters; checkpoint.py: model.tar
-    log_writer.py     logs.csv, and what its columns mean; logs.py reads it
-    tracking.py       the same for W&B, MLflow and trackers of your own
+    log_writer.py     logs.csv, and what its columns mean; tracking.py: W&B, MLflow
     program.py        a program's command line; flags.py: flags that all have
     play.py           --mode test; evaluation.py: the same beside training
     versus.py         who plays against an agent; ratings.py: how well it does

@@ -109,8 +109,8 @@ def large_images(net):
     return list(dict.fromkeys(found))
 
 
-# Of observations that a CPU works on at a time, 96 of Atari's: what is computed from
-# them stays in its cache.
+# A CPU works on so many bytes of observations at a time (96 of Atari's): what is
+# computed from them stays in its cache.
 SLICE_BYTES = 96 * 4 * 84 * 84
 ID_FEATURES = 8  # Each id of an image becomes so many.
 

@@ -22,8 +22,8 @@ from torchbeast import devices, ranks
 from torchbeast.messages import BadInput, Stop, first_line
 from torchbeast.nests import leaves, map_structure
 
-WARM_UP = 3  # Of a thread, before one is captured: libraries get ready in them.
-MAX_SHAPES = 8  # Of batches; those of more shapes come too rarely to be captured.
+WARM_UP = 3  # Each thread's calls before one is captured: libraries get ready in them.
+MAX_SHAPES = 8  # Batches of further shapes come too rarely to be captured.
 # Gradient steps after which one is captured anew: so many old are Python's numbers.
 MAX_REPLAYS = 1000
 

@@ -43,7 +43,7 @@ class PublishedWeights:
             x.detach().to(self.device, non_blocking=on_host, copy=True)
             for x in model.state_dict().values()
         ]
-        # Of the one that copies: the learner's may be a GPU.
+        # Which device copies: the learner's may be a GPU.
         device = next(model.parameters()).device if on_host else self.device
         copied = devices.record_event(device)
         self._published = (version, weights, copied), *self._published[:1]
@@ -122,7 +122,7 @@ class Learner:
         started.
         """
         flags, run = self.flags, self.run
-        exit_code = 1  # Of an exception.
+        exit_code = 1  # If an exception ends the run.
         if self.finished:
             log.info(
                 "step %d of %d: nothing is left to do; a larger --total_steps goes on",
@@ -274,10 +274,10 @@ class Learner:
 
     def _evaluate(self):
         if self._evaluator is not None:
-            judged = getattr(self.agent, "learner", self.agent)  # Of self-play.
+            judged = getattr(self.agent, "learner", self.agent)  # In self-play.
             self._evaluator.offer(self.run.step, judged.net)
-            if (numbers := self._evaluator.take()) is not None:
-                self.run.add_evaluation(numbers)
+            if (result := self._evaluator.take()) is not None:
+                self.run.add_evaluation(result)
 
     def _publish(self):
         if self.weights is None:

@@ -81,7 +81,7 @@ class Masks:
 
     def _flat(self, mask, E):
         """Returns the masks of E environments as one array [E, C]."""
-        if getattr(mask, "dtype", None) == np.dtype(object):  # Of E nests.
+        if getattr(mask, "dtype", None) == np.dtype(object):  # It holds E nests.
             return np.concatenate([self._flat(x, 1) for x in mask])
         if not isinstance(mask, (dict, tuple)):
             return self._array([mask], E, self._rows.shape[1], self._name)

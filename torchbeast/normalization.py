@@ -80,7 +80,7 @@ class NormalizedEncoder(nn.Module):
         self.out_features = encoder.out_features
         self._normalized = are_numbers(space)
         if statistics is None:
-            parts = []  # Of the space, those that are normalised.
+            parts = []  # Those of the space that are normalised.
             self._map(parts.append, space)
             statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
         self.statistics = statistics

@@ -150,7 +150,7 @@ def episodes(flags, env, policy):
         if video is not None:
             video.close()
             video = None
-        if env.opponents is not None:  # Of the one that is judged.
+        if env.opponents is not None:  # The judged agent's.
             returns = returns[:1]
             env.add_metrics({f"return_as_{env.env.seats.rows[0][0]}": returns[0]})
         for name, rows in env.policies.items() if len(env.policies) > 1 else ():

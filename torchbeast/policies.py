@@ -53,7 +53,7 @@ def state_of_judged(env, state):
 
 
 LEARNER = "learner"  # Beside its past policies.
-OUTPUTS = "outputs"  # Of act(), {policy: its own} without actions.
+OUTPUTS = "outputs"  # What act() returns, {policy: its own} without actions.
 
 
 class Several:

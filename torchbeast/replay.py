@@ -252,7 +252,8 @@ class Replay:
         Raises RuntimeError if there is nothing to draw."""
         if not self.drawable:
             raise RuntimeError("a replay was sampled in which nothing has a priority")
-        # One of each share of the sum: what is likelier than 1 / num surely comes.
+        # One draw from each of num equal shares of the sum: an item of two shares or
+        # more is always drawn.
         random = torch.rand(batches, num, dtype=torch.float64).numpy()
         mass = (np.arange(num) + random).reshape(-1) / num
         items = self._tree.find(mass * self._tree.total)

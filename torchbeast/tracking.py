@@ -49,7 +49,7 @@ class Tracker:
 
     def log(self, row): ...  # A line of logs.csv, {column: number}, with its "step".
 
-    def video(self, path, step): ...  # Of --mode test --video; step of the checkpoint.
+    def video(self, path, step): ...  # By --mode test --video; step: the checkpoint's.
 
     def finish(self, exit_code): ...  # The program's: 0 if training is complete.
 
@@ -150,7 +150,7 @@ class Trackers:
     def __init__(self, names, path, step):
         names = dict.fromkeys(names or ())
         meta = {}
-        with contextlib.suppress(OSError, ValueError):  # Of a test: a checkpoint alone.
+        with contextlib.suppress(OSError, ValueError):  # There may be none.
             meta = json.loads((path / "meta.json").read_text())
         config = meta.get("flags", {})
         name = config.get("xpid", path.name)

@@ -40,7 +40,7 @@ try:
 except ImportError:
     optuna = None
 
-NUM_REPORTS = 20  # Of each trial, for pruning.
+NUM_REPORTS = 20  # A trial reports so often, to be pruned.
 WINDOW = 4  # Reports' intervals in an objective.
 LOOK_S = 1
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -280,7 +280,7 @@ def plot(study, trials):
             some = [t for t in trials if t.state.name == state]
             x = [t.params.get(name, t.number) for t in some]
             x = [choices.index(value) for value in x] if choices else x
-            label = Trial.STATES[state]  # Of pruned trials: the last mean return.
+            label = Trial.STATES[state]  # A pruned trial shows its last mean return.
             ax.plot(x, [t.value for t in some], "o", color="C0", label=label, **style)
         if choices:
             ax.set_xticks(range(len(choices)), choices)

@@ -16,7 +16,7 @@ SERVICE = "torchbeast.protocol.EnvironmentServer"
 LEARNER_SERVICE = "torchbeast.protocol.Learner"
 MAX_REQUEST_BYTES = 2**22
 MAX_METRICS_BYTES = 2**20  # A response has no more.
-# Of gRPC, at both ends of a connection.
+# gRPC's, at both ends of a connection.
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -1,6 +1,6 @@
 """One environment server: a process that steps environments for learners.
 
-It gives each learner that connects a new batch of environments, stepped together.
+It makes new environments, stepped together, for each learner that connects.
 torchbeast/remote/servers.py starts such processes. No torch in here.
 
 E is the number of environments of a stream.
@@ -53,8 +53,8 @@ class EnvironmentServer:
         self.num_streams = 0  # Guarded by _lock.
         self._lock = threading.Lock()
         self._tracebacks = Repeated()
-        self._throttle = Throttle()  # Of what learners did wrong.
-        self._visits = Throttle()  # Of their coming and going.
+        self._throttle = Throttle()  # Lines about what learners did wrong.
+        self._visits = Throttle()  # Lines about their coming and going.
 
     def handler(self):
         """Returns what a grpc.Server is given."""
@@ -76,8 +76,7 @@ class EnvironmentServer:
         return grpc.method_handlers_generic_handler(LEARNER_SERVICE, {"Stream": stream})
 
     def stream(self, requests, context):
-        """Answers one stream, from Hello to the end, with a batch of environments of
-        its own.
+        """Answers one stream, from Hello to the end, with environments of its own.
 
         requests: an iterator of bytes. Yields bytes.
         """
@@ -173,7 +172,7 @@ def tell(peer, text):
 
 
 def converse(create_env, flags, requests, peer, tell=tell):
-    """Steps a batch of environments as a learner asks for, from Hello to the end.
+    """Steps environments together as a learner asks for, from Hello to the end.
 
     requests: an iterator of bytes. tell(peer, text): logs that a learner comes or goes.
     Yields bytes. Raises Refused, or what an environment raises.
@@ -334,7 +333,7 @@ def serve(create_env, flags, address, directory, parent):
             *OPTIONS,
             ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-            # Of a connection, lest calls of health.Watch() take the memory.
+            # Each connection's limit, lest calls of health.Watch() take the memory.
             ("grpc.max_concurrent_streams", MAX_STREAMS + SPARE_THREADS),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

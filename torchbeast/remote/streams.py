@@ -182,7 +182,7 @@ class Guests:
         # {host: (streams as was logged last, when it was, time until the next line)}
         self.hosts = {}
         self.errors = Throttle()
-        self.remind_s, self.alone_since = REMIND_S, time.monotonic()
+        self.alone_since = time.monotonic()
 
     def update(self, status, departed, now):
         """Logs what has changed. status, departed: the ActorPool's of all streams, and
@@ -212,10 +212,10 @@ class Guests:
                         "host %s: no stream (%d so far): %s", host_of(s), number, error
                     )
         if status:
-            self.remind_s, self.alone_since = REMIND_S, now
-        elif now > self.alone_since + self.remind_s:
-            self.remind_s *= 2
-            log.warning("no host has dialed in")
+            self.alone_since = now
+        elif now > self.alone_since + REMIND_S:
+            if self.errors.count("nobody", "no host", now)[1]:
+                log.warning("no host has dialed in")
 
 
 def host_of(status):

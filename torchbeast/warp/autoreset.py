@@ -175,10 +175,10 @@ class Environments:
             metrics,
         )
 
-    def allow(self, masks):
-        """Tells whether masks [..., C] allow an action: [...] bool."""
-        numbers = masks.split(self._sizes, -1)
-        return torch.stack([x.any(-1) for x in numbers], -1).all(-1)
+    def allow(self, mask):
+        """Tells whether a mask [..., C] allows an action: [...] bool."""
+        parts = mask.split(self._sizes, -1)
+        return torch.stack([x.any(-1) for x in parts], -1).all(-1)
 
 
 def _where(mask, x, y):
