@@ -30,7 +30,12 @@ from torchbeast import agents, minibatches, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
 from torchbeast.images import smallest_side
-from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
+from torchbeast.q_learning import (
+    QAgent,
+    QNetwork,
+    add_exploration_flags,
+    exploration_steps,
+)
 
 # CleanRL's constants (cleanrl/pqn_atari_envpool.py, pqn_atari_envpool_lstm.py).
 PRESETS = {
@@ -56,7 +61,7 @@ def parser():
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
 
     g = p.add_argument_group("exploration")
-    add_exploration_flags(g, (0.01, 0.01), None)
+    add_exploration_flags(g, (0.01, 0.01), "a tenth of the run, or 50,000 if more")
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, None)
@@ -101,10 +106,8 @@ class Agent(QAgent):
         flags = self.flags
         side = smallest_side(observation_space)
         num_rollouts = ranks.current.share(flags.batch_size)
-        # A tenth of a short run is over before there are values to act by.
-        least = min(50_000, flags.total_steps // 2)
         chosen = {
-            "exploration_steps": max(flags.total_steps // 10, least),
+            "exploration_steps": exploration_steps(flags, 1 / 10, 50_000),
             "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
             "q_lambda": 0.65,
             "learning_rate": 2.5e-4,

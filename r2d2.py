@@ -26,7 +26,12 @@ from torchbeast.encoders import initialize, mlp
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.nests import map_structure
-from torchbeast.q_learning import QAgent, QNetwork, add_exploration_flags
+from torchbeast.q_learning import (
+    QAgent,
+    QNetwork,
+    add_exploration_flags,
+    exploration_steps,
+)
 
 # Rlpyt's "ernbw" (configs/atari/dqn/atari_dqn.py), smaller.
 DQN = dict(
@@ -61,7 +66,8 @@ def parser():
                    help="a recurrent network, which learns from whole rollouts")
 
     g = p.add_argument_group("exploration")
-    add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM", 10_000)
+    add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM",
+                          "a thirtieth of the run, or 10,000 if more")
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, "none")
@@ -137,15 +143,17 @@ class Agent(QAgent):
 
     def defaults(self, observation_space, action_space):
         """Returns {flag: default} for flags that were not given."""
+        chosen = dict(
+            exploration=(0.01, 0.01), n_step=3, value_rescaling=False,
+            replay_batch_size=64,
+            exploration_steps=exploration_steps(self.flags, 1 / 30, 10_000),
+        )  # fmt: skip
         if self.flags.use_lstm:
-            return dict(
+            chosen.update(
                 exploration=(0.01, 0.1), n_step=5, value_rescaling=True,
                 replay_batch_size=16,
             )  # fmt: skip
-        return dict(
-            exploration=(0.01, 0.01), n_step=3, value_rescaling=False,
-            replay_batch_size=64,
-        )  # fmt: skip
+        return chosen
 
     def make_net(self, observation_space, action_space):
         encoder = self.make_encoder(observation_space)

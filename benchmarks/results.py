@@ -8,8 +8,8 @@ plots of them.
 
 --run goes on where it stopped. --collect copies the curves of runs, finished or not, to
 docs/results/, from which alone --make makes everything (benchmarks/tables.py). A
-PATTERN is the name of an experiment, of a run (EXPERIMENT-SEED) or of a group, with *
-and ? as in a shell.
+PATTERN is the name of an experiment, of a run (EXPERIMENT-SEED), of a group or of an
+agent's part of it (matrix/PPO), with * and ? as in a shell.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def selected(patterns):
     used = set()
     for experiment in EXPERIMENTS.values():
         for run, seed in experiment.runs().items():
-            names = experiment.name, run, *experiment.groups
+            of_agent = (f"{x}/{experiment.agent}" for x in experiment.groups)
+            names = experiment.name, run, *experiment.groups, *of_agent
             found = {p for p in patterns or "*" if fnmatch.filter(names, p)}
             used |= found
             if found:

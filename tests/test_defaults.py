@@ -44,6 +44,17 @@ def test_ataris_are_as_docs_learning_has_them():
         "num_epochs": 1, "learning_rate": 1e-3,
         "separate_value": False, "numbers_net": "mlp",
     }  # fmt: skip
+    assert flags.ratio_clipping == 0.2  # Without it Breakout's return falls at times.
+
+
+def test_those_of_numbers_are_as_docs_agents_has_them():
+    expected = {
+        "normalize_observations": True, "normalize_rewards": True,
+        "reward_clipping": "none", "vtrace_lambda": 0.95, "entropy_cost": 3e-4,
+        "num_epochs": 4, "learning_rate": 1e-3,
+        "separate_value": True, "numbers_net": "tanh",
+    }  # fmt: skip
+    assert flags_of(OTHER, NUMBERS, CHOICES).chosen == expected
 
 
 @pytest.mark.parametrize("space", [IMAGE, NUMBERS])
@@ -64,6 +75,8 @@ def test_ppo_normalizes_rewards_but_ataris_and_observations_of_numbers():
     assert numbers.learning_rate > image.learning_rate
     given = ppo_flags_of(OTHER, NUMBERS, "--reward_clipping", "none")
     assert not given.normalize_rewards
+    given = ppo_flags_of(ATARI, IMAGE, "--normalize_rewards")
+    assert given.reward_clipping == "none"
 
 
 def test_ppo_sees_small_images_with_a_small_net():
@@ -123,8 +136,17 @@ def test_what_was_chosen_is_printed_in_one_line_and_in_meta_json(tmp_path):
     assert "learning_rate" not in line
     flags = json.loads((tmp_path / "x" / "meta.json").read_text())["flags"]
     assert flags["normalize_rewards"] is True and flags["learning_rate"] == 0.1
+    assert "clipped" not in result.stderr
     again = main(*args, "--mode", "test", "--num_test_episodes", 1)
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [["--preset", "a2c"], ["--reward_clipping", "abs_one"]]
+)
+def test_a_run_says_that_it_clips_rewards(tmp_path, args):
+    args = [*args, "--num_actors", 0, "--total_steps", 80, "--savedir", tmp_path]
+    assert "rewards are clipped to -1 to 1" in main("--env", OTHER, *args).stderr
 
 
 def steps(space, T=3, B=2):

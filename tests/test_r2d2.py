@@ -30,6 +30,7 @@ from torchbeast import environment, q_learning
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
+from torchbeast.play import Policy
 from torchbeast.targets import n_step_returns, quantile_loss, rescale, unscale
 
 T, B, K = 7, 4, 3
@@ -432,10 +433,24 @@ def test_tests_have_a_few_random_actions_however_many_training_has(monkeypatch):
     agent, _ = make_agent()
     step, state = shares_of(agent, envs=20_000)
     best = agent.act(step, state, greedy=True)[0]["action"]
+    assert q_learning.TEST_EPSILON == 0.001
     for epsilon in (q_learning.TEST_EPSILON, 0.5):
         monkeypatch.setattr(q_learning, "TEST_EPSILON", epsilon)
         others = (agent.act_in_test(step, state)[0]["action"] != best).float().mean()
         assert others == pytest.approx(epsilon / 2, abs=0.02) and others > 0
+
+
+def test_sampled_actions_are_those_of_training():
+    agent, _ = make_agent("--exploration", 0.5, 0.5, "--exploration_steps", 0)
+    step, state = shares_of(agent, envs=2000)
+    best = agent.act(step, state, greedy=True)[0]["action"][0]
+    step = map_structure(lambda x: x[0], step)
+    shares = {}
+    for actions in (None, "sampled", "greedy"):
+        policy = Policy(agent, None, actions, num_rows=2000)
+        shares[actions] = (torch.from_numpy(policy(step)) != best).float().mean()
+    assert shares["greedy"] == 0 and shares[None] < 0.01
+    assert shares["sampled"] == pytest.approx(0.25, abs=0.05)
 
 
 def test_exploration_falls_with_the_steps():
@@ -500,6 +515,32 @@ def test_a_run_with_few_copies_says_so_in_a_line(steps, says, monkeypatch):
     what = "copies of the target network in 150,000 steps: 93, expected 100 or more"
     expected = [line for line in lines if line.startswith(what)]
     assert len(lines) == len(expected) == says
+
+
+@pytest.mark.parametrize(
+    "steps, exploring", [(1000, 500), (300_000, 10_000), (3e6, 1e5)]
+)
+def test_exploration_takes_a_thirtieth_of_a_run_or_10000_steps(steps, exploring):
+    flags = parse("--total_steps", round(steps))
+    r2d2.Agent(flags, spaces.Box(-1, 1, (3,)), spaces.Discrete(2))
+    assert flags.exploration_steps == exploring
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["--exploration_steps", 9000], "--exploration_steps 9,000: the run, of 8,000"),
+        (
+            ["--replay_start", 8000],
+            "--replay_start 8,000: the run, of 8,000 steps, ends",
+        ),
+    ],
+)
+def test_a_run_that_ends_before_something_is_over_says_so(args, says, monkeypatch):
+    lines = []
+    monkeypatch.setattr(log, "warning", lines.append)
+    make_agent("--total_steps", 8000, "--replay_size", 9000, *args)
+    assert len([line for line in lines if line.startswith(says)]) == 1
 
 
 @pytest.mark.parametrize(

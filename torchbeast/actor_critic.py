@@ -21,8 +21,8 @@ MAX_BATCHES = 8  # That are drawn at once.
 
 # For MuJoCo; the rates are CleanRL's.
 MUJOCO = dict(
-    replay_size=1_000_000, total_steps=1_000_000, num_actors=0, envs_per_actor=1,
-    num_servers=1, envs_per_server=1, batch_size=1, unroll_length=8,
+    replay_size=1_000_000, num_actors=0, envs_per_actor=1, num_servers=1,
+    envs_per_server=1, batch_size=1, unroll_length=8,
     learning_rate=3e-4, critic_learning_rate=1e-3, target_rate=0.005,
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def add_learning_flags(p):
     # fmt: on
     # Short rollouts: the agent learns from each step, and should act on it soon.
     p.set_defaults(batch_size=4, unroll_length=2, envs_per_actor=4, envs_per_server=4)
-    p.set_defaults(hidden_sizes=[256, 256])
+    p.set_defaults(hidden_sizes=[256, 256], total_steps=1_000_000)
 
 
 class Critic(nn.Module):

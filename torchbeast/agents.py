@@ -77,10 +77,11 @@ def add_actor_critic_flags(group):
 def actor_critic_defaults(flags, action_space, entropy_cost, atari):
     """Returns the part of Agent.defaults() that is about these flags. entropy_cost: for
     choices. atari: the environment is a game of Atari's."""
-    chosen = {"reward_clipping": "abs_one", "normalize_rewards": False}
-    if not atari:
-        normalize = flags.reward_clipping is None
-        chosen = {"reward_clipping": "none", "normalize_rewards": normalize}
+    clip = atari and not flags.normalize_rewards
+    chosen = {
+        "reward_clipping": "abs_one" if clip else "none",
+        "normalize_rewards": not atari and flags.reward_clipping is None,
+    }
     if distributions.make(action_space).log_stds.any():  # There are Gaussians,
         entropy_cost = 0.0  # whose deviations it would widen for ever.
     return {**chosen, "entropy_cost": entropy_cost}

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from torchbeast import agents, targets
 from torchbeast.distributions import IMPOSSIBLE
 from torchbeast.flags import number
-from torchbeast.messages import BadInput
+from torchbeast.messages import BadInput, log
 from torchbeast.networks import Network
 
 TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopamine's.
@@ -16,7 +16,7 @@ TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopami
 
 def add_exploration_flags(group, exploration, steps):
     """Adds the flags of QAgent.act(). exploration: the default, or what the help says
-    of it if the agent's defaults() has it. steps: the default, or None."""
+    of it if the agent's defaults() has it. steps: what the help says of its default."""
     if isinstance(exploration, str):
         default, text = None, exploration
     else:
@@ -26,11 +26,16 @@ def add_exploration_flags(group, exploration, steps):
                        default=default, metavar=("LOW", "HIGH"),
                        help="probability of a random action: each episode draws its "
                        f"own, log-uniformly (default: {text})")
-    group.add_argument("--exploration_steps", type=number(int, 0), default=steps,
-                       metavar="N", help="agent steps over which it falls from 1 to "
-                       "that (default: "
-                       f"{steps or 'a tenth of the run, or 50,000 if that is more'})")
+    group.add_argument("--exploration_steps", type=number(int, 0), metavar="N",
+                       help="agent steps over which it falls from 1 to that "
+                       f"(default: {steps})")
     # fmt: on
+
+
+def exploration_steps(flags, share, least):
+    """Returns a share of --total_steps, or `least` if that is more, but at most a half:
+    a share of a short run is over before there are values to act by."""
+    return max(round(share * flags.total_steps), min(least, flags.total_steps // 2))
 
 
 class QNetwork(Network):
@@ -68,6 +73,14 @@ class QAgent(agents.Agent):
             )
         super().__init__(flags, observation_space, action_space)
         self.net.exploration.fill_(flags.exploration_steps > 0)
+
+    def start_learning(self, device):
+        super().start_learning(device)
+        if self.flags.exploration_steps > self.flags.total_steps:
+            log.warning(
+                f"--exploration_steps {self.flags.exploration_steps:,}: the run, of "
+                f"{self.flags.total_steps:,} steps, ends before"
+            )
 
     def initial_state(self, batch_size):
         return self.net.initial_state(batch_size), torch.zeros(1, batch_size)

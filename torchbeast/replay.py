@@ -73,6 +73,11 @@ def make(flags, num_starts, num_steps, device):
         raise BadInput(f"{what} device, {device}")
     if on_device and flags.save_replay:
         raise BadInput("--save_replay: expected --replay_device cpu")
+    if flags.replay_start >= flags.total_steps:
+        log.warning(
+            f"--replay_start {flags.replay_start:,}: the run, of "
+            f"{flags.total_steps:,} steps, ends before it learns"
+        )
     size = max(flags.batch_size, flags.replay_start // flags.unroll_length)
     size = math.ceil(size / ranks.current.num)
     num_rollouts = flags.replay_size // flags.unroll_length

@@ -15,13 +15,16 @@ MIN_LOSSES = 10  # or, at first, of fewer.
 GROWTH = 1e6
 
 
+def clips_rewards(flags):
+    clipping = getattr(flags, "reward_clipping", "none") != "none"
+    return clipping and not getattr(flags, "normalize_rewards", False)
+
+
 class Symptoms:
     """Looks at the rewards and losses of updates. Says each thing once."""
 
     def __init__(self, flags):
-        clipping = getattr(flags, "reward_clipping", "none") != "none"
-        normalized = getattr(flags, "normalize_rewards", False)
-        self._rewards_left = MAX_UPDATES if clipping and not normalized else 0
+        self._rewards_left = MAX_UPDATES if clips_rewards(flags) else 0
         self._rewards = self._clipped = self._largest = 0
         self._losses = defaultdict(lambda: deque(maxlen=NUM_LOSSES))
         self._was = {}  # {name: the smallest median so far}
