@@ -110,6 +110,7 @@ class Agent(agents.Agent):
         )
         side = smallest_side(observation_space)
         if side is None:
+            del chosen["net"]  # There are no images.
             chosen["normalize_observations"] = True
             chosen["discounting"] = discount_of_limit(flags.env)
             if not flags.use_lstm:

@@ -35,8 +35,8 @@ from torchbeast.q_learning import (
 
 # Rlpyt's "ernbw" (configs/atari/dqn/atari_dqn.py), smaller.
 DQN = dict(
-    use_lstm=False, reward_clipping="abs_one", n_step=3, value_rescaling=False,
-    exploration=(0.01, 0.01), exploration_steps=100_000, target_interval=4000,
+    use_lstm=False, reward_clipping="abs_one", n_step=3, exploration=(0.01, 0.01),
+    exploration_steps=100_000, target_interval=4000,
     replay_size=300_000, replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
     importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
     grad_norm_clipping=10.0,
@@ -78,8 +78,7 @@ def parser():
                    help="quantiles of the return that are learned; 1: its mean "
                    "(default: %(default)s)")
     g.add_argument("--value_rescaling", action=argparse.BooleanOptionalAction,
-                   help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000 (default: with "
-                   "an LSTM)")
+                   default=False, help="learn sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000")
     g.add_argument("--target_interval", type=number(int, 1), default=1600, metavar="N",
                    help="agent steps between copies of the network to the target "
                    "network (default: %(default)s)")
@@ -144,15 +143,11 @@ class Agent(QAgent):
     def defaults(self, observation_space, action_space):
         """Returns {flag: default} for flags that were not given."""
         chosen = dict(
-            exploration=(0.01, 0.01), n_step=3, value_rescaling=False,
-            replay_batch_size=64,
+            exploration=(0.01, 0.01), n_step=3, replay_batch_size=64,
             exploration_steps=exploration_steps(self.flags, 1 / 30, 10_000),
         )  # fmt: skip
         if self.flags.use_lstm:
-            chosen.update(
-                exploration=(0.01, 0.1), n_step=5, value_rescaling=True,
-                replay_batch_size=16,
-            )  # fmt: skip
+            chosen.update(exploration=(0.01, 0.1), n_step=5, replay_batch_size=16)
         return chosen
 
     def make_net(self, observation_space, action_space):

@@ -72,6 +72,7 @@ def test_ppo_normalizes_rewards_but_ataris_and_observations_of_numbers():
     for flags in (numbers, image):
         assert flags.reward_clipping == "none" and flags.normalize_rewards
     assert numbers.normalize_observations and not image.normalize_observations
+    assert "net" in image.chosen and "net" not in numbers.chosen
     assert numbers.learning_rate > image.learning_rate
     given = ppo_flags_of(OTHER, NUMBERS, "--reward_clipping", "none")
     assert not given.normalize_rewards

@@ -153,7 +153,7 @@ def test_errors_are_those_of_a_slow_loop(env, args, quantiles, rescaling):
     assert not real.all() and (errors[real] != 0).all()
 
 
-@pytest.mark.parametrize("N", [1, 2, 5])
+@pytest.mark.parametrize("N", [2, 5])
 def test_the_loss_of_quantiles_is_that_of_a_slow_loop(N):
     torch.manual_seed(N)
     errors = 2 * torch.randn(T, B, N, N)
@@ -167,15 +167,12 @@ def test_the_loss_of_quantiles_is_that_of_a_slow_loop(N):
                 level = (i + 0.5) / N
                 expected += (1 - level if u < 0 else level) * 2 * huber / N
         assert got[t, b].item() == pytest.approx(expected, rel=1e-4)
-    if N == 1:
-        huber = torch.nn.functional.huber_loss(errors, 0 * errors, reduction="none")
-        torch.testing.assert_close(got, huber[..., 0, 0])
 
 
 def test_the_quantiles_of_a_return_are_learned():
-    """Of -10 and 10, as often: half of them each; of the mean alone, 0."""
-    returns = torch.tensor([-10.0, 10.0]).repeat(32)[:, None]
-    for N, expected in ((4, [-10, -10, 10, 10]), (1, [0])):
+    """-10 comes three times as often as 10. One quantile is the mean."""
+    returns = torch.tensor([-10.0, -10.0, -10.0, 10.0]).repeat(16)[:, None]
+    for N, expected in ((4, [-10, -10, -10, 10]), (1, [-5])):
         quantiles = torch.zeros(N, requires_grad=True)
         optimizer = torch.optim.Adam([quantiles], 0.1)
         for _ in range(400):
@@ -191,7 +188,7 @@ def test_the_quantiles_of_a_return_are_learned():
 def test_the_best_action_has_the_largest_mean_of_returns_that_are_not_rescaled(
     quantiles,
 ):
-    agent, _ = make_agent("--quantiles", quantiles)
+    agent, _ = make_agent("--value_rescaling", "--quantiles", quantiles)
     returns = torch.tensor([[9.0, 9.0], [22.0, 0.0]])  # Rescaled, the first is larger.
     assert rescale(returns).mean(-1).argmax() == 0
     assert agent.net.mean(rescale(returns)[:, :quantiles]).argmax() == 1
@@ -290,21 +287,19 @@ def test_a_learner_learns_as_often_as_the_ratio_says_and_copies_its_target():
 
 
 @pytest.mark.parametrize("args", [[], DQN])
-def test_a_gradient_step_is_that_of_the_weighted_mean_of_hubers_losses(args):
+def test_a_gradient_step_is_that_of_the_weighted_mean_of_squared_errors(args):
     agent, acted = make_agent(*args)
     for parameter in (*agent.net.parameters(), *agent.target_net.parameters()):
         parameter.data *= 0.5
     for _ in range(3):
         agent.replay.set_priorities(items := agent.replay.add(next(acted)), 1 + items)
     batch, items = agent.replay.sample(6, 0.7)
-    batch["reward"] *= torch.tensor([0, 9, 0, 9, 0, 9])  # Errors on both sides of 1.
+    batch["reward"] *= torch.tensor([0, 9, 0, 9, 0, 9])
     assert batch["importance"].min() < 0.95
     agent.replay.sample = lambda num, beta: (batch, items)
     errors, real, _ = agent.td_errors(batch, sampled=True)
     errors = errors.mean((2, 3))
-    x = errors.abs()
-    assert (x[real] > 1).any() and (x[real] < 1).any()
-    losses = torch.where(x < 1, x.square() / 2, x - 0.5) * batch["importance"]
+    losses = errors.square() / 2 * batch["importance"]
     parameters = list(agent.net.parameters())
     expected = torch.autograd.grad(losses.mean(), parameters)
     norm = torch.cat([g.flatten() for g in expected]).norm()

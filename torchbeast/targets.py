@@ -66,12 +66,16 @@ def of_actions(quantiles, action):
 
 def quantile_loss(errors):
     """Returns the losses [T, B] of quantile regression by Huber's loss (Dabney et al.,
-    arXiv 1710.10044), twice: for N = 1 it is Huber's loss.
+    arXiv 1710.10044), twice. For N = 1 it is half of the squared error: what is learned
+    is then the mean, which Huber's loss misses where errors are large and not
+    symmetric.
 
     errors [T, B, N, N]: errors[..., j, i] is the j-th target less the i-th quantile,
     whose level is (i + 1/2) / N.
     """
     N = errors.shape[-1]
+    if N == 1:
+        return errors.square()[..., 0, 0] / 2
     levels = (torch.arange(N, device=errors.device) + 0.5) / N
     weights = (levels - (errors < 0).float()).abs()
     losses = F.huber_loss(errors, torch.zeros_like(errors), reduction="none")
