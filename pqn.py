@@ -52,6 +52,10 @@ BY_ENVIRONMENT = (
 )  # fmt: skip
 
 
+# Purejaxql's of 4,096 steps. WarpBeast's larger batches have larger minibatches.
+MAX_MINIBATCHES = 32
+
+
 def parser():
     """Returns the agent's flags, for argparse's parents=."""
     p = argparse.ArgumentParser(add_help=False)
@@ -120,7 +124,8 @@ class Agent(QAgent):
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
         else:
             chosen["net"], size = "nature", 256
-        num = max(1, flags.unroll_length * num_rollouts // size)
+        num = flags.unroll_length * num_rollouts // size
+        num = min(max(1, num), MAX_MINIBATCHES)
         chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
         return chosen
 

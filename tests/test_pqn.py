@@ -253,6 +253,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
     for steps, exploring in (1e7, 1e6), (300_000, 50_000), (100, 50):
         flags = flags_of(OTHER, NUMBERS, "--total_steps", f"{steps:.0f}")
         assert flags.exploration_steps == exploring
+    assert flags_of(OTHER, NUMBERS, "--batch_size", "256").num_minibatches == 32
     recurrent = flags_of(OTHER, NUMBERS, "--use_lstm")
     assert recurrent.num_minibatches <= recurrent.batch_size
 
