@@ -26,16 +26,11 @@ from torch import nn
 
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, minibatches, ranks
+from torchbeast import agents, minibatches, q_learning, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
 from torchbeast.images import smallest_side
-from torchbeast.q_learning import (
-    QAgent,
-    QNetwork,
-    add_exploration_flags,
-    exploration_steps,
-)
+from torchbeast.q_learning import QAgent, QNetwork
 
 # CleanRL's constants (cleanrl/pqn_atari_envpool.py, pqn_atari_envpool_lstm.py).
 PRESETS = {
@@ -65,7 +60,8 @@ def parser():
     g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
 
     g = p.add_argument_group("exploration")
-    add_exploration_flags(g, (0.01, 0.01), "a tenth of the run, or 50,000 if more")
+    steps = "a tenth of the run, or 50,000 if more"
+    q_learning.add_exploration_flags(g, (0.01, 0.01), steps)
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, None)
@@ -111,7 +107,7 @@ class Agent(QAgent):
         side = smallest_side(observation_space)
         num_rollouts = ranks.current.share(flags.batch_size)
         chosen = {
-            "exploration_steps": exploration_steps(flags, 1 / 10, 50_000),
+            "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
             "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
             "q_lambda": 0.65,
             "learning_rate": 2.5e-4,

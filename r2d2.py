@@ -21,17 +21,12 @@ import argparse
 
 import torch
 
-from torchbeast import agents, ranks, replay, targets
+from torchbeast import agents, q_learning, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.nests import map_structure
-from torchbeast.q_learning import (
-    QAgent,
-    QNetwork,
-    add_exploration_flags,
-    exploration_steps,
-)
+from torchbeast.q_learning import QAgent, QNetwork
 
 # Rlpyt's "ernbw" (configs/atari/dqn/atari_dqn.py), smaller.
 DQN = dict(
@@ -66,7 +61,7 @@ def parser():
                    help="a recurrent network, which learns from whole rollouts")
 
     g = p.add_argument_group("exploration")
-    add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM",
+    q_learning.add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM",
                           "a thirtieth of the run, or 10,000 if more")
 
     g = p.add_argument_group("loss")
@@ -92,7 +87,8 @@ def parser():
 
     g = p.add_argument_group("optimizer (Adam)")
     g.add_argument("--learning_rate", type=number(float, above=0), default=5e-4,
-                   metavar="X", help="learning rate (default: %(default)s)")
+                   metavar="X", help="learning rate, which falls linearly to 0 at "
+                   "--total_steps (default: %(default)s)")
     g.add_argument("--epsilon", type=number(float, above=0), default=1e-3, metavar="X",
                    help="term added to the denominator (default: %(default)s)")
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
@@ -144,7 +140,7 @@ class Agent(QAgent):
         """Returns {flag: default} for flags that were not given."""
         chosen = dict(
             exploration=(0.01, 0.01), n_step=3, replay_batch_size=64,
-            exploration_steps=exploration_steps(self.flags, 1 / 30, 10_000),
+            exploration_steps=q_learning.exploration_steps(self.flags, 1 / 30, 10_000),
         )  # fmt: skip
         if self.flags.use_lstm:
             chosen.update(exploration=(0.01, 0.1), n_step=5, replay_batch_size=16)
@@ -174,8 +170,8 @@ class Agent(QAgent):
         self.replay, self.credit = replay.make(flags, *size, device)
 
     def make_optimizer(self):
-        rate, epsilon = self.flags.learning_rate, self.flags.epsilon
-        return torch.optim.Adam(self.net.parameters(), rate, eps=epsilon, fused=True)
+        epsilon = self.flags.epsilon
+        return torch.optim.Adam(self.net.parameters(), eps=epsilon, fused=True)
 
     def learn(self, batch):
         """Takes a batch [K + T + 1, B, ...] into the replay and makes the gradient
@@ -185,6 +181,8 @@ class Agent(QAgent):
         are of rescaled values with --value_rescaling.
         """
         flags = self.flags
+        rate = flags.learning_rate * self.fraction_left()
+        self.set_learning_rate(rate)
         batch = agents.what_is_replayed(batch)
         priorities = self.graphs.of(self.first_priorities, batch)()
         self.replay.set_priorities(self.replay.add(batch), priorities)
@@ -192,8 +190,13 @@ class Agent(QAgent):
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.update_statistics(batch)
         self.count()
-        logged = dict(replay_size=self.replay.size * T, exploration=self.explore_less())
-        return {**means(steps), **logged, "replay_ratio": self.credit.measured}
+        return {
+            **means(steps),
+            "replay_size": self.replay.size * T,
+            "exploration": self.explore_less(),
+            "replay_ratio": self.credit.measured,
+            "learning_rate": rate,
+        }
 
     def gradient_step(self):
         flags = self.flags

@@ -315,10 +315,14 @@ def test_a_gradient_step_is_that_of_the_weighted_mean_of_squared_errors(args):
     np.testing.assert_allclose(got, [last[item] for item in items], rtol=1e-4)
 
 
-def test_the_optimizer_has_the_flags_constants():
-    agent, _ = make_agent("--learning_rate", 0.02, "--epsilon", 0.3)
+def test_the_optimizer_has_the_flags_constants_and_the_rate_falls_linearly():
+    args = "--learning_rate", 0.02, "--epsilon", 0.3, "--total_steps", 4 * B * T
+    agent, acted = make_agent(*args)
     (group,) = agent.optimizer.param_groups
-    assert (group["lr"], group["eps"]) == (0.02, 0.3)
+    for share in (1, 0.75, 0.5, 0.25, 0):
+        statistics = agent.learn(next(acted))
+        assert group["lr"] == statistics["learning_rate"] == pytest.approx(0.02 * share)
+    assert group["eps"] == 0.3
 
 
 @pytest.mark.slow
