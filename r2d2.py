@@ -61,8 +61,8 @@ def parser():
                    help="a recurrent network, which learns from whole rollouts")
 
     g = p.add_argument_group("exploration")
-    q_learning.add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM",
-                          "a thirtieth of the run, or 10,000 if more")
+    steps = "a thirtieth of the run, or 10,000 if more"
+    q_learning.add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM", steps)
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, "none")
