@@ -221,6 +221,9 @@ def test_patterns_name_experiments_runs_and_groups():
         "pqn-cartpole-1", "pqn-cartpole-2", "pqn-cartpole-3",
     ]  # fmt: skip
     assert {"sac-hopper-1", "td3-halfcheetah-3"} < {*names("mujoco")}
+    assert names("mujoco/TD3") == [f"td3-halfcheetah-{i}" for i in (1, 2, 3)] + [
+        f"td3-hopper-{i}" for i in (1, 2, 3)
+    ]
     assert len(names()) == sum(len(x.seeds) for x in EXPERIMENTS.values())
     with pytest.raises(BadInput, match="'nonsense' is no experiment, run or group"):
         names("pqn-*", "nonsense")

@@ -33,8 +33,9 @@ def add_exploration_flags(group, exploration, steps):
 
 
 def exploration_steps(flags, share, least):
-    """Returns a share of --total_steps, or `least` if that is more, but at most a half:
-    a share of a short run is over before there are values to act by."""
+    """Returns a share of --total_steps, or, if that is more, `least`, of which a short
+    run has half of its steps at most: its share is over before there are values to act
+    by."""
     return max(round(share * flags.total_steps), min(least, flags.total_steps // 2))
 
 
