@@ -113,7 +113,7 @@ for env, short, flags, millions, aims, *fewer in MATRIX:
 M = 1_000_000
 for agent, group, games, num_steps, num_seeds, prefix, suffix in [
     ("IMPALA", "atari", "Pong", M, 3, "impala", ""),
-    ("IMPALA", "atari", "Breakout", 10 * M, 3, "impala", "-10m"),
+    ("IMPALA", "atari", "Breakout", 10 * M, 4, "impala", "-10m"),
     ("IMPALA", "atari", "Qbert Seaquest SpaceInvaders BeamRider Phoenix NameThisGame "
      "BattleZone DoubleDunk", 3 * M, 1, "impala", ""),
     ("PPO", "atari", "Pong", M, 2, "ppo", ""),
@@ -174,19 +174,22 @@ for name, flags in {
 # {name of a table in a document: (function of benchmarks/tables.py, its arguments)}.
 TABLES = {
     "matrix": ("grid", "matrix", True),
-    "atari": ("grid", "atari"),
+    "atari": ("beside", "atari"),
     "minatar": ("grid", "minatar"),
-    "mujoco": ("grid", "mujoco"),
+    "mujoco": ("beside", "mujoco"),
+    "presets": ("beside", "presets"),
     "first": ("milestones", {
         "Pong": ("impala-pong-10m-1", (0, 10, 15)),
         "Breakout": ("impala-breakout-10m-1", (30, 100, 300)),
         "Breakout, seed 2": ("impala-breakout-10m-2", (30, 100, 250)),
         "Breakout, seed 3": ("impala-breakout-10m-3", (30, 100, 250)),
+        "Breakout, seed 4": ("impala-breakout-10m-4", (30, 100, 250)),
     }),
     "games": ("after", range(M, 11 * M, M), {
         "Breakout": "impala-breakout-10m-1",
         "Breakout, seed 2": "impala-breakout-10m-2",
         "Breakout, seed 3": "impala-breakout-10m-3",
+        "Breakout, seed 4": "impala-breakout-10m-4",
         "Breakout, PolyBeast": "polybeast-breakout-10m-1",
         "BeamRider": "impala-beamrider-5m-1",
         "Qbert": "impala-qbert-5m-1",
@@ -210,6 +213,32 @@ TABLES = {
         "`--agent examples.minatar.agent` (IMPALA)": "minatar-impala-1",
         "IMPALA, `--replay_fraction 0.5`": "minatar-impala-replay-1",
     }),
+}  # fmt: skip
+
+# {agent: (whose returns, {environment: return})}: github.com/DLR-RM/rl-baselines3-zoo
+# (benchmark.md), docs.cleanrl.dev, github.com/google/dopamine (baselines),
+# github.com/DAVIAN-Robotics/SimbaV2 (CrossQ's authors' runs), github.com/sfujim/TD3.
+ZOO_A2C = dict(Pong=17, Breakout=280, Qbert=3882, SpaceInvaders=627, BeamRider=2890,
+               Seaquest=1721)  # fmt: skip
+ZOO_PPO = dict(Pong=21, Breakout=398, Qbert=15627, SpaceInvaders=960, BeamRider=3397,
+               Seaquest=1784)  # fmt: skip
+OF_TD3 = "its authors, v1, 300,000 steps", {"HalfCheetah-v5": 7697, "Hopper-v5": 2410}
+PUBLISHED = {
+    "IMPALA": ("RL Zoo's A2C, 10,000,000 steps", ZOO_A2C),
+    "A2C": ("RL Zoo, 10,000,000 steps", ZOO_A2C),
+    "PPO": ("RL Zoo, 10,000,000 steps", ZOO_PPO),
+    "PQN": ("CleanRL, 10,000,000 steps",
+            dict(Pong=20.5, Breakout=385, SpaceInvaders=1325, BeamRider=5753)),
+    "PQN, Atari's preset": ("CleanRL, 10,000,000 steps", dict(Pong=20.5)),
+    "DQN, preset": ("RL Zoo, 10,000,000 steps", dict(Pong=20.6)),
+    "Rainbow": ("Dopamine, sticky actions, 2,000,000 steps", dict(Pong=10)),
+    "SAC": ("CrossQ's authors, v4, 300,000 steps",
+            {"HalfCheetah-v5": 8593, "Hopper-v5": 2160}),
+    "CrossQ": ("its authors, v4, 300,000 steps", {"HalfCheetah-v5": 10012}),
+    "TD3": OF_TD3,
+    "TD3, preset": OF_TD3,
+    "PPO, preset": ("CleanRL, v4, 1,000,000 steps",
+                    {"HalfCheetah-v5": 1443, "Hopper-v5": 2383, "Walker2d-v5": 2288}),
 }  # fmt: skip
 
 # Returns of random play and of humans (github.com/google-deepmind/dqn_zoo).

@@ -1,5 +1,5 @@
 """Trains a Stable-Baselines3 agent: on Atari with the settings that RL Zoo publishes,
-elsewhere PPO with its own defaults, which are those of CleanRL for MuJoCo.
+elsewhere with its own defaults, of which PPO's are those of CleanRL for MuJoCo.
 
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 ale-py \\
@@ -20,7 +20,7 @@ import time
 import ale_py
 import gymnasium
 import torch
-from stable_baselines3 import A2C, PPO
+from stable_baselines3 import A2C, PPO, SAC, TD3
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
@@ -33,8 +33,10 @@ SCHEDULE_STEPS = 10_000_000  # PPO's rates fall to 0 there; --steps may end it b
 def make_model(algorithm, env_id, seed, saved):
     """RL Zoo's hyperparams/a2c.yml and ppo.yml, section atari."""
     if "NoFrameskip" not in env_id:
-        envs = VecNormalize(make_vec_env(env_id, 1, seed))
-        return PPO("MlpPolicy", envs, seed=seed)
+        envs = make_vec_env(env_id, 1, seed)
+        if algorithm == "ppo":
+            return PPO("MlpPolicy", VecNormalize(envs), seed=seed)
+        return {"sac": SAC, "td3": TD3}[algorithm]("MlpPolicy", envs, seed=seed)
     envs = make_atari_env(env_id, 16 if algorithm == "a2c" else 8, seed)
     envs = VecFrameStack(envs, 4)
     if saved.exists():
@@ -93,7 +95,7 @@ class GameLog(BaseCallback):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--algorithm", choices=("a2c", "ppo"), required=True)
+    p.add_argument("--algorithm", choices=("a2c", "ppo", "sac", "td3"), required=True)
     p.add_argument("--env", default="BreakoutNoFrameskip-v4")
     p.add_argument("--steps", type=int, default=3_000_000)
     p.add_argument("--seed", type=int, default=1)

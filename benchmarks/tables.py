@@ -15,13 +15,16 @@ import textwrap
 
 import numpy as np
 
-from benchmarks.experiments import AGENTS, EXPERIMENTS, HUMAN, TABLES
+from benchmarks.experiments import AGENTS, EXPERIMENTS, HUMAN, PUBLISHED, TABLES
 from torchbeast import logs
 from torchbeast.messages import BadInput, log
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+LAST = (
+    "Mean return of the last 100 training episodes of a run, with actions that explore:"
+)
 MARKED = re.compile(r"^(<!-- table: (\S+) -->\n).*?^(<!-- end -->)$", re.M | re.S)
 
 
@@ -96,28 +99,19 @@ def table(header, rows, caption, runs):
 # The kinds of tables.
 
 
-def grid(curves, group, medians=False):
-    """Environments by agents. medians: with aims, and cells for what was not run."""
-    pairs = runs_of(group, curves)
-    agents = dict.fromkeys(x.agent for x, runs in pairs if runs or medians)
-    rows, scores = {}, {}
+def grid(curves, group, with_aims=False):
+    """Environments by agents. with_aims: medians and aims, and cells for what was not
+    run."""
+    pairs = [(x, runs) for x, runs in runs_of(group, curves) if runs or with_aims]
+    agents = dict.fromkeys(x.agent for x, _ in pairs)
+    rows = {}
     for x, runs in pairs:
-        if not runs and not medians:
-            continue
-        last = np.array([run.y[-1] for run in runs])
-        steps = max((run.record["steps"] for run in runs), default=0)
-        done = all(run.record["finished"] for run in runs)
-        num = f"({len(runs)})" if done else f"({len(runs)}, after {steps:,})"
-        if medians:
-            result = f"{number(np.median(last))} {num}" if runs else "not run"
+        last = [run.y[-1] for run in runs]
+        if with_aims:
+            result = f"{number(np.median(last))} {count(runs)}" if runs else "not run"
             cell = f"{result} / {x.aim:,g}"
         else:
-            cell = f"{mean_and_error(last)} {num}"
-        if not medians and x.env in HUMAN:
-            low, high = HUMAN[x.env]
-            normalised = (last - low) / (high - low)
-            cell += f"; {100 * normalised.mean():.0f}%"
-            scores.setdefault((x.agent, x.total_steps), []).append(normalised)
+            cell = f"{mean_and_error(last)} {count(runs)}"
         row = rows.setdefault(x.env, {"steps": {}})
         row[x.agent] = cell
         row["steps"].setdefault(x.total_steps, []).append(x.agent)
@@ -126,24 +120,72 @@ def grid(curves, group, medians=False):
         (most, _), *others = row["steps"].items()
         steps = [f"{most:,}", *(f"{', '.join(who)}: {n:,}" for n, who in others)]
         cells.append([env, "; ".join(steps), *(row.get(a, "") for a in agents)])
-    caption = (
-        "Mean return of the last 100 training episodes of a run, with actions that "
-        f"explore: {'median' if medians else 'mean ± standard error'} over seeds "
-        f"(number of seeds){' / aim' if medians else ''}"
-        f"{'; human-normalised score' if scores else ''}."
-    )
-    for (agent, steps), of_games in scores.items():
-        if len(of_games) > 2:
-            caption += (
-                f" Of {agent} ({steps:,} steps, {len(of_games)} games) the "
-                f"interquartile mean of human-normalised scores is {iqm(of_games)}."
-            )
+    over_seeds = "median" if with_aims else "mean ± standard error"
+    caption = f"{LAST} {over_seeds} over seeds (number of seeds)"
+    caption += " / aim." if with_aims else "."
+    return with_curves(["environment", "steps", *agents], cells, caption, pairs, group)
+
+
+def count(runs):
+    """Returns how many runs there are, and, of runs that have not finished, how far
+    they are."""
+    if all(run.record["finished"] for run in runs):
+        return f"({len(runs)})"
+    return f"({len(runs)}, after {max(run.record['steps'] for run in runs):,})"
+
+
+def with_curves(header, cells, caption, pairs, group):
+    """Returns a table of a group's runs, and its plot."""
     runs = [run for _, of_experiment in pairs for run in of_experiment]
-    text = table(["environment", "steps", *agents], cells, caption, runs)
+    text = table(header, cells, caption, runs)
     what = (
         "Return over steps: mean over seeds, and a band from the least to the greatest"
     )
     return text and f"{text}![{what}](results/{group}-curves.png)\n\n"
+
+
+def beside(curves, group):
+    """Experiments beside what is published of their agents, with hours and, of games,
+    human-normalised scores."""
+    pairs = [(x, runs) for x, runs in runs_of(group, curves) if runs]
+    cells, scores = [], {}
+    for x, runs in pairs:
+        last = np.array([run.y[-1] for run in runs])
+        hours = np.mean([run.record["seconds"] for run in runs]) / 3600
+        source, published = PUBLISHED.get(x.agent, ("", {}))
+        theirs = published.get(x.env)
+        cell = f"{number(theirs)} ({source})" if theirs is not None else ""
+        result = f"{mean_and_error(last)} {count(runs)}"
+        if x.env in HUMAN:
+            normalised = human_normalised(x.env, last)
+            result += f"; {100 * normalised.mean():.0f}%"
+            of_agent = scores.setdefault((x.agent, x.total_steps), ([], [], []))
+            of_agent[0].append(normalised)
+            if theirs is not None:
+                of_agent[1].append(normalised)
+                of_agent[2].append(human_normalised(x.env, np.array([theirs])))
+        row = [x.env, x.agent, f"{x.total_steps:,}", result, f"{hours:.2g}", cell]
+        cells.append(row)
+    caption = f"{LAST} mean ± standard error over seeds (number of seeds)"
+    caption += "; human-normalised score." if scores else "."
+    for (agent, steps), (ours, both, theirs) in scores.items():
+        if len(ours) > 2:
+            caption += (
+                f" Of {agent} ({steps:,} steps, {len(ours)} games) the "
+                f"interquartile mean of human-normalised scores is {iqm(ours)}."
+            )
+        if len(both) > 2:
+            caption += (
+                f" On the {len(both)} games with a published return it is "
+                f"{iqm(both)}, and that of the published returns {iqm(theirs)}."
+            )
+    header = ["environment", "agent", "steps", "return", "hours", "published"]
+    return with_curves(header, cells, caption, pairs, group)
+
+
+def human_normalised(game, returns):
+    low, high = HUMAN[game]
+    return (returns - low) / (high - low)
 
 
 def iqm(of_games, num_resamples=2000):
@@ -227,7 +269,7 @@ def write():
             path.write_text(text)
             log.info("%s", path)
     for kind, group, *_ in TABLES.values():
-        if kind == "grid":
+        if kind in ("grid", "beside"):
             plot(curves, group)
 
 

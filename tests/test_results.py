@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import subprocess
+import types
 
 import numpy as np
 import pytest
@@ -277,6 +278,29 @@ def test_returns_after_steps_and_steps_until_returns(tmp_path, folder):
     assert f"| [x](results/{run}.csv) |  | 0.00 | 100 |  |" in text
     text = tables.milestones(curves, {"x": (run, (-5, 100, 101))})
     assert "| -5: 100,000; 100: 300,000 (50.0 minutes) | 100 after 300,000 |" in text
+
+
+def test_experiments_stand_beside_what_is_published_of_them():
+    def run(end):
+        record = dict(finished=True, seconds=5400, machine="m", date="2026-11-25")
+        return types.SimpleNamespace(y=[0, end], record=record)
+
+    names = [f"impala-{game}-1" for game in ("qbert", "seaquest", "beamrider")]
+    curves = {name: run(end) for name, end in zip(names, (3882, 1721, 363.9))}
+    curves["impala-phoenix-1"] = run(7242.6)
+    text = tables.beside(curves, "atari")
+    # A human's (3882 - 163.9) / (13455 - 163.9) is 0.28.
+    row = [x for x in text.splitlines() if "Qbert" in x]
+    assert row == [
+        "| Qbert | IMPALA | 3,000,000 | 3,882 (1); 28% | 1.5 | "
+        "3,882 (RL Zoo's A2C, 10,000,000 steps) |"
+    ]
+    # Scores are 28, 3.9, 0 and 100%, those published 28, 3.9 and 15.3%; of four the
+    # middle ones are two.
+    text = " ".join(text.split())
+    assert "4 games) the interquartile mean of human-normalised scores is 16%" in text
+    assert "On the 3 games with a published return it is 11%" in text
+    assert "that of the published returns 16%" in text
 
 
 @pytest.mark.parametrize("table", TABLES)
