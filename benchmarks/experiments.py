@@ -45,6 +45,7 @@ AGENTS = {
     "PPO, Atari's preset": "--agent ppo --preset atari ",
     "A2C": "--preset a2c ",
     "PQN, Atari's preset": "--agent pqn --preset atari ",
+    "SAC, preset": "--agent sac --preset mujoco ",
     "CrossQ": "--agent sac --preset crossq ",
     "TD3, preset": "--agent td3 --preset mujoco ",
     "DDPG": "--agent td3 --preset ddpg ",
@@ -155,6 +156,11 @@ for agent, robots, num_steps, num_seeds, prefix in [
 for agent, prefix, env, flags, num_steps in [
     ("A2C", "a2c", "Pong", atari("Pong"), M),
     ("PQN, Atari's preset", "pqn-preset", "Pong", atari("Pong"), M),
+    ("PPO, Atari's preset", "ppo-preset-1m", "Pong", atari("Pong"), M),
+    ("DQN, preset", "dqn-preset", "Pong", atari("Pong"), M),
+    ("Rainbow", "rainbow", "Pong", atari("Pong"), M),
+    ("R2D2, preset", "r2d2-preset", "Pong", atari("Pong"), M),
+    ("SAC, preset", "sac-preset", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
     ("CrossQ", "crossq", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
     ("TD3, preset", "td3-preset", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
     ("DDPG", "ddpg", "HalfCheetah-v5", "--env HalfCheetah-v5", 200_000),
@@ -222,18 +228,21 @@ ZOO_A2C = dict(Pong=17, Breakout=280, Qbert=3882, SpaceInvaders=627, BeamRider=2
                Seaquest=1721)  # fmt: skip
 ZOO_PPO = dict(Pong=21, Breakout=398, Qbert=15627, SpaceInvaders=960, BeamRider=3397,
                Seaquest=1784)  # fmt: skip
+OF_SAC = ("CrossQ's authors, v4, 300,000 steps",
+          {"HalfCheetah-v5": 8593, "Hopper-v5": 2160})  # fmt: skip
 OF_TD3 = "its authors, v1, 300,000 steps", {"HalfCheetah-v5": 7697, "Hopper-v5": 2410}
 PUBLISHED = {
     "IMPALA": ("RL Zoo's A2C, 10,000,000 steps", ZOO_A2C),
     "A2C": ("RL Zoo, 10,000,000 steps", ZOO_A2C),
     "PPO": ("RL Zoo, 10,000,000 steps", ZOO_PPO),
+    "PPO, Atari's preset": ("RL Zoo, 10,000,000 steps", ZOO_PPO),
     "PQN": ("CleanRL, 10,000,000 steps",
             dict(Pong=20.5, Breakout=385, SpaceInvaders=1325, BeamRider=5753)),
     "PQN, Atari's preset": ("CleanRL, 10,000,000 steps", dict(Pong=20.5)),
     "DQN, preset": ("RL Zoo, 10,000,000 steps", dict(Pong=20.6)),
     "Rainbow": ("Dopamine, sticky actions, 2,000,000 steps", dict(Pong=10)),
-    "SAC": ("CrossQ's authors, v4, 300,000 steps",
-            {"HalfCheetah-v5": 8593, "Hopper-v5": 2160}),
+    "SAC": OF_SAC,
+    "SAC, preset": OF_SAC,
     "CrossQ": ("its authors, v4, 300,000 steps", {"HalfCheetah-v5": 10012}),
     "TD3": OF_TD3,
     "TD3, preset": OF_TD3,

@@ -25,6 +25,10 @@ DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 LAST = (
     "Mean return of the last 100 training episodes of a run, with actions that explore:"
 )
+ATARI = (
+    "Games have no sticky actions and begin with up to 30 that do nothing; a lost life "
+    "ends an episode for learning, but not the game whose return this is."
+)
 MARKED = re.compile(r"^(<!-- table: (\S+) -->\n).*?^(<!-- end -->)$", re.M | re.S)
 
 
@@ -167,7 +171,7 @@ def beside(curves, group):
         row = [x.env, x.agent, f"{x.total_steps:,}", result, f"{hours:.2g}", cell]
         cells.append(row)
     caption = f"{LAST} mean ± standard error over seeds (number of seeds)"
-    caption += "; human-normalised score." if scores else "."
+    caption += f"; human-normalised score. {ATARI}" if scores else "."
     for (agent, steps), (ours, both, theirs) in scores.items():
         if len(ours) > 2:
             caption += (
