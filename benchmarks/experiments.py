@@ -202,12 +202,12 @@ TABLES = {
         "Seaquest": "impala-seaquest-5m-1",
         "SpaceInvaders": "impala-spaceinvaders-5m-1",
     }),
-    "sb3": ("after", (250_000, 500_000, M, 1_500_000, 2 * M, 3 * M), {
-        "MonoBeast, IMPALA, seed 1": "impala-breakout-10m-1",
+    "sb3": ("race", (250_000, 500_000, M, 1_500_000, 2 * M, 3 * M), {
         "MonoBeast, IMPALA, seed 2": "impala-breakout-10m-2",
+        "MonoBeast, IMPALA, seed 3": "impala-breakout-10m-3",
         "Stable-Baselines3, A2C": "sb3-a2c-breakout-1",
         "Stable-Baselines3, PPO": "sb3-ppo-breakout-1",
-    }),
+    }, "breakout-sb3"),
     "pong-agents": ("milestones", {
         "IMPALA": ("impala-pong-10m-1", (0, 15)),
         "PPO": ("ppo-preset-pong-1", (0, 15, 18)),

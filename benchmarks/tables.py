@@ -14,10 +14,13 @@ import statistics
 import textwrap
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from benchmarks.experiments import AGENTS, EXPERIMENTS, HUMAN, PUBLISHED, TABLES
 from torchbeast import logs
 from torchbeast.messages import BadInput, log
+from torchbeast.plot import spread
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -250,6 +253,12 @@ def after(curves, steps, rows):
     return table(["", *(f"{step:,}" for step in steps)], cells, caption, runs)
 
 
+def race(curves, steps, rows, name):
+    """What runs reach after these steps, and a plot by steps and by hours."""
+    text = after(curves, steps, rows)
+    return text and f"{text}![Return over steps and hours](results/{name}.png)\n\n"
+
+
 # Documents and plots.
 
 
@@ -272,18 +281,37 @@ def write():
         if text != before:
             path.write_text(text)
             log.info("%s", path)
-    for kind, group, *_ in TABLES.values():
+    for kind, *args in TABLES.values():
         if kind in ("grid", "beside"):
-            plot(curves, group)
+            plot(curves, args[0])
+        elif kind == "race":
+            plot_race(curves, *args[1:])
+
+
+def plot_race(curves, rows, name):
+    """Plots runs {label: run} by steps and by hours."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    by_steps, by_hours = figure.subplots(1, 2, sharey=True)
+    for label, run in rows.items():
+        if (curve := curves.get(run)) is not None:
+            by_steps.plot(curve.x, curve.y, label=label)
+            by_hours.plot(curve.seconds / 3600, curve.y)
+    by_steps.set(xlabel="agent steps", ylabel="return")
+    by_steps.xaxis.set_major_formatter(EngFormatter(sep=""))
+    by_steps.legend(fontsize="small")
+    by_hours.set(xlabel="hours")
+    for axes in by_steps, by_hours:
+        axes.grid(alpha=0.3)
+    save(figure, name)
+
+
+def save(figure, name):
+    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    log.info("%s", RESULTS / f"{name}.png")
 
 
 def plot(curves, group):
     """Plots the runs of a group, in a picture for each environment."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    from torchbeast.plot import spread
-
     envs = {}
     for x, runs in runs_of(group, curves):
         if runs:
@@ -309,5 +337,4 @@ def plot(curves, group):
     agents = [agent for agent in AGENTS if agent in handles]
     lines = [handles[agent] for agent in agents]
     figure.legend(lines, agents, loc="outside lower center", ncols=7)
-    figure.savefig(RESULTS / f"{group}-curves.png", dpi=100)
-    log.info("%s", RESULTS / f"{group}-curves.png")
+    save(figure, f"{group}-curves")
