@@ -11,7 +11,13 @@ import torch
 from tests import envs
 from tests.programs import args, main
 from torchbeast.messages import log
-from torchbeast.symptoms import GROWTH, MIN_LOSSES, NUM_REWARDS, Symptoms
+from torchbeast.symptoms import (
+    GROWTH,
+    MIN_LOSSES,
+    NUM_REWARDS,
+    Symptoms,
+    clips_rewards,
+)
 
 
 @pytest.fixture
@@ -67,6 +73,13 @@ def test_rewards_that_are_not_clipped_are_not_looked_at(flags, lines):
     assert not lines()
     # Nor are those of several policies.
     assert symptoms().of_rewards({"tagger": {}, "runner": {}}) is None
+
+
+@pytest.mark.parametrize(("of_runner", "clips"), [("none", False), ("abs_one", True)])
+def test_policies_clip_rewards_as_they_have_chosen(of_runner, clips):
+    chosen = {"tagger.reward_clipping": "abs_one", "runner.reward_clipping": of_runner}
+    flags = argparse.Namespace(reward_clipping="abs_one", chosen=chosen)
+    assert clips_rewards(flags) is clips
 
 
 def see_losses(watch, losses):

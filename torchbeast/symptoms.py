@@ -16,8 +16,12 @@ GROWTH = 1e6
 
 
 def clips_rewards(flags):
-    clipping = getattr(flags, "reward_clipping", "none") != "none"
-    return clipping and not getattr(flags, "normalize_rewards", False)
+    """Tells whether rewards are clipped: those of all policies, if each has chosen."""
+    chosen = getattr(flags, "chosen", {})
+    clipping = [x for name, x in chosen.items() if name.endswith(".reward_clipping")]
+    if "none" in (clipping or [getattr(flags, "reward_clipping", "none")]):
+        return False
+    return not getattr(flags, "normalize_rewards", False)
 
 
 class Symptoms:
