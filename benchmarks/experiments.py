@@ -121,8 +121,6 @@ for agent, group, games, num_steps, num_seeds, prefix, suffix in [
     ("PPO", "atari", "Breakout", 3 * M, 1, "ppo", ""),
     ("PQN", "atari", "Breakout SpaceInvaders BeamRider Qbert Phoenix", 3 * M, 1,
      "pqn", ""),
-    ("DQN, preset", "atari", "Pong", M, 1, "dqn-preset", ""),
-    ("Rainbow", "atari", "Pong", M, 1, "rainbow", ""),
     ("IMPALA", "published", "Pong", 10 * M, 1, "impala", "-10m"),
     ("IMPALA", "published", "BeamRider Qbert Seaquest SpaceInvaders", 5 * M, 1,
      "impala", "-5m"),
@@ -221,33 +219,40 @@ TABLES = {
     }),
 }  # fmt: skip
 
-# {agent: (whose returns, {environment: return})}: github.com/DLR-RM/rl-baselines3-zoo
-# (benchmark.md), docs.cleanrl.dev, github.com/google/dopamine (baselines),
-# github.com/DAVIAN-Robotics/SimbaV2 (CrossQ's authors' runs), github.com/sfujim/TD3.
-ZOO_A2C = dict(Pong=17, Breakout=280, Qbert=3882, SpaceInvaders=627, BeamRider=2890,
-               Seaquest=1721)  # fmt: skip
-ZOO_PPO = dict(Pong=21, Breakout=398, Qbert=15627, SpaceInvaders=960, BeamRider=3397,
-               Seaquest=1784)  # fmt: skip
-OF_SAC = ("CrossQ's authors, v4, 300,000 steps",
-          {"HalfCheetah-v5": 8593, "Hopper-v5": 2160})  # fmt: skip
-OF_TD3 = "its authors, v1, 300,000 steps", {"HalfCheetah-v5": 7697, "Hopper-v5": 2410}
+# {agent: [(whose returns, {environment: return})]}; the first one that has an
+# environment counts. github.com/ray-project/rl-experiments,
+# github.com/DLR-RM/rl-baselines3-zoo (benchmark.md), docs.cleanrl.dev,
+# github.com/google/dopamine (baselines), github.com/sfujim/TD3,
+# github.com/DAVIAN-Robotics/SimbaV2 (runs of CrossQ's authors).
+RLLIB = "RLlib, 10,000,000 steps", dict(
+    Breakout=385, Qbert=4068, SpaceInvaders=719, BeamRider=2071)  # fmt: skip
+ZOO_A2C = "RL Zoo's A2C, 10,000,000 steps", dict(
+    Pong=17.3, Breakout=280, Qbert=3882, SpaceInvaders=627, BeamRider=2890,
+    Seaquest=1721)  # fmt: skip
+ZOO_PPO = "RL Zoo, 10,000,000 steps", dict(
+    Pong=21, Breakout=398, Qbert=15627, SpaceInvaders=960, BeamRider=3397,
+    Seaquest=1784)  # fmt: skip
+CLEANRL_PQN = "CleanRL, 10,000,000 steps", dict(
+    Pong=20.5, Breakout=385, SpaceInvaders=1325, BeamRider=5753)  # fmt: skip
+SAC_V4 = "CrossQ's authors, v4, 300,000 steps", {
+    "HalfCheetah-v5": 8593, "Hopper-v5": 2160}  # fmt: skip
+TD3_V1 = "its authors, v1, 300,000 steps", {"HalfCheetah-v5": 7697, "Hopper-v5": 2410}
 PUBLISHED = {
-    "IMPALA": ("RL Zoo's A2C, 10,000,000 steps", ZOO_A2C),
-    "A2C": ("RL Zoo, 10,000,000 steps", ZOO_A2C),
-    "PPO": ("RL Zoo, 10,000,000 steps", ZOO_PPO),
-    "PPO, Atari's preset": ("RL Zoo, 10,000,000 steps", ZOO_PPO),
-    "PQN": ("CleanRL, 10,000,000 steps",
-            dict(Pong=20.5, Breakout=385, SpaceInvaders=1325, BeamRider=5753)),
-    "PQN, Atari's preset": ("CleanRL, 10,000,000 steps", dict(Pong=20.5)),
-    "DQN, preset": ("RL Zoo, 10,000,000 steps", dict(Pong=20.6)),
-    "Rainbow": ("Dopamine, sticky actions, 2,000,000 steps", dict(Pong=10)),
-    "SAC": OF_SAC,
-    "SAC, preset": OF_SAC,
-    "CrossQ": ("its authors, v4, 300,000 steps", {"HalfCheetah-v5": 10012}),
-    "TD3": OF_TD3,
-    "TD3, preset": OF_TD3,
-    "PPO, preset": ("CleanRL, v4, 1,000,000 steps",
-                    {"HalfCheetah-v5": 1443, "Hopper-v5": 2383, "Walker2d-v5": 2288}),
+    "IMPALA": [RLLIB, ZOO_A2C],
+    "A2C": [ZOO_A2C],
+    "PPO": [ZOO_PPO],
+    "PPO, Atari's preset": [ZOO_PPO],
+    "PQN": [CLEANRL_PQN],
+    "PQN, Atari's preset": [CLEANRL_PQN],
+    "DQN, preset": [("RL Zoo, 10,000,000 steps", dict(Pong=20.6))],
+    "Rainbow": [("Dopamine, sticky actions, 2,000,000 steps", dict(Pong=10))],
+    "SAC": [SAC_V4],
+    "SAC, preset": [SAC_V4],
+    "CrossQ": [("its authors, v4, 300,000 steps", {"HalfCheetah-v5": 10012})],
+    "TD3": [TD3_V1],
+    "TD3, preset": [TD3_V1],
+    "PPO, preset": [("CleanRL, v4, 1,000,000 steps", {
+        "HalfCheetah-v5": 1443, "Hopper-v5": 2383, "Walker2d-v5": 2288})],
 }  # fmt: skip
 
 # Returns of random play and of humans (github.com/google-deepmind/dqn_zoo).

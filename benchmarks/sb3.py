@@ -1,5 +1,5 @@
 """Trains a Stable-Baselines3 agent: on Atari with the settings that RL Zoo publishes,
-elsewhere with its own defaults, of which PPO's are those of CleanRL for MuJoCo.
+elsewhere with its own defaults (PPO's are CleanRL's for MuJoCo).
 
     python -m venv /tmp/sb3
     /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 ale-py \\
@@ -26,13 +26,18 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-SAVE_EVERY_S = 300  # The same command goes on from there; seconds begin anew.
+SAVE_EVERY_S = 300  # Atari's command goes on from there; seconds begin anew.
 SCHEDULE_STEPS = 10_000_000  # PPO's rates fall to 0 there; --steps may end it before.
+NUMBERS = "ppo", "sac", "td3"
+
+
+def is_atari(env_id):
+    return "NoFrameskip" in env_id
 
 
 def make_model(algorithm, env_id, seed, saved):
-    """RL Zoo's hyperparams/a2c.yml and ppo.yml, section atari."""
-    if "NoFrameskip" not in env_id:
+    """On Atari RL Zoo's hyperparams/a2c.yml and ppo.yml."""
+    if not is_atari(env_id):
         envs = make_vec_env(env_id, 1, seed)
         if algorithm == "ppo":
             return PPO("MlpPolicy", VecNormalize(envs), seed=seed)
@@ -102,6 +107,8 @@ def main():
     p.add_argument("--num_threads", type=int, default=1)
     p.add_argument("--out", type=pathlib.Path, required=True)
     flags = p.parse_args()
+    if flags.algorithm not in (("a2c", "ppo") if is_atari(flags.env) else NUMBERS):
+        p.error(f"--algorithm {flags.algorithm}: there are no settings for {flags.env}")
     torch.set_num_threads(flags.num_threads)
     gymnasium.register_envs(ale_py)
     out = flags.out.expanduser()

@@ -29,8 +29,8 @@ LAST = (
     "Mean return of the last 100 training episodes of a run, with actions that explore:"
 )
 ATARI = (
-    "Games have no sticky actions and begin with up to 30 that do nothing; a lost life "
-    "ends an episode for learning, but not the game whose return this is."
+    "Actions are not sticky, and a game begins with up to 30 no-ops. A lost life ends "
+    "an episode for learning only; returns are of whole games."
 )
 MARKED = re.compile(r"^(<!-- table: (\S+) -->\n).*?^(<!-- end -->)$", re.M | re.S)
 
@@ -146,7 +146,8 @@ def with_curves(header, cells, caption, pairs, group):
     runs = [run for _, of_experiment in pairs for run in of_experiment]
     text = table(header, cells, caption, runs)
     what = (
-        "Return over steps: mean over seeds, and a band from the least to the greatest"
+        "Return over steps: mean over seeds, and a band from the least to the "
+        "greatest; of four and more, interquartile mean and range"
     )
     return text and f"{text}![{what}](results/{group}-curves.png)\n\n"
 
@@ -155,36 +156,36 @@ def beside(curves, group):
     """Experiments beside what is published of their agents, with hours and, of games,
     human-normalised scores."""
     pairs = [(x, runs) for x, runs in runs_of(group, curves) if runs]
-    cells, scores = [], {}
+    cells, games = [], {}
     for x, runs in pairs:
         last = np.array([run.y[-1] for run in runs])
         hours = np.mean([run.record["seconds"] for run in runs]) / 3600
-        source, published = PUBLISHED.get(x.agent, ("", {}))
-        theirs = published.get(x.env)
-        cell = f"{number(theirs)} ({source})" if theirs is not None else ""
+        published = [p for p in PUBLISHED.get(x.agent, ()) if x.env in p[1]][:1]
         result = f"{mean_and_error(last)} {count(runs)}"
         if x.env in HUMAN:
-            normalised = human_normalised(x.env, last)
-            result += f"; {100 * normalised.mean():.0f}%"
-            of_agent = scores.setdefault((x.agent, x.total_steps), ([], [], []))
-            of_agent[0].append(normalised)
-            if theirs is not None:
-                of_agent[1].append(normalised)
-                of_agent[2].append(human_normalised(x.env, np.array([theirs])))
-        row = [x.env, x.agent, f"{x.total_steps:,}", result, f"{hours:.2g}", cell]
-        cells.append(row)
+            ours = human_normalised(x.env, last)
+            result += f"; {100 * ours.mean():,.0f}%"
+            theirs = [
+                human_normalised(x.env, np.array([y[x.env]])) for _, y in published
+            ]
+            games.setdefault((x.agent, x.total_steps), []).append((ours, theirs))
+        cell = "".join(f"{y[x.env]:,} ({source})" for source, y in published)
+        steps = f"{x.total_steps:,}"
+        cells.append([x.env, x.agent, steps, result, number(hours), cell])
     caption = f"{LAST} mean ± standard error over seeds (number of seeds)"
-    caption += f"; human-normalised score. {ATARI}" if scores else "."
-    for (agent, steps), (ours, both, theirs) in scores.items():
-        if len(ours) > 2:
+    caption += f"; human-normalised score. {ATARI}" if games else "."
+    for (agent, steps), scores in games.items():
+        if len(scores) > 3:
             caption += (
-                f" Of {agent} ({steps:,} steps, {len(ours)} games) the "
-                f"interquartile mean of human-normalised scores is {iqm(ours)}."
+                f" Of {agent} ({steps:,} steps, {len(scores)} games) the interquartile "
+                "mean of human-normalised scores is "
+                f"{iqm([ours for ours, _ in scores])}."
             )
-        if len(both) > 2:
+        if len(both := [(ours, *theirs) for ours, theirs in scores if theirs]) > 3:
+            ours, theirs = zip(*both)
             caption += (
-                f" On the {len(both)} games with a published return it is "
-                f"{iqm(both)}, and that of the published returns {iqm(theirs)}."
+                f" On the {len(both)} games with a published return it is {iqm(ours)}, "
+                f"and that of the published returns {middle(theirs):.0f}%."
             )
     header = ["environment", "agent", "steps", "return", "hours", "published"]
     return with_curves(header, cells, caption, pairs, group)
@@ -195,15 +196,16 @@ def human_normalised(game, returns):
     return (returns - low) / (high - low)
 
 
+def middle(of_games):
+    """Returns the interquartile mean, in percent."""
+    scores = np.sort(np.concatenate(of_games))
+    cut = len(scores) // 4
+    return 100 * scores[cut : len(scores) - cut].mean()
+
+
 def iqm(of_games, num_resamples=2000):
     """Returns the interquartile mean over runs of all games, and its interval by
     stratified bootstrap, as text. of_games: an array of scores for each game."""
-
-    def middle(scores):
-        scores = np.sort(np.concatenate(scores))
-        cut = len(scores) // 4
-        return 100 * scores[cut : len(scores) - cut].mean()
-
     if all(len(scores) == 1 for scores in of_games):
         return f"{middle(of_games):.0f}% (one run of each game, hence no interval)"
     random = np.random.RandomState(1)  # Its numbers are the same in any NumPy.
@@ -324,17 +326,17 @@ def plot(curves, group):
     for axes in all_axes:
         axes.axis("off")
     handles = {}
+    agents = [a for a in AGENTS if any(a in of_agents for of_agents in envs.values())]
     for axes, (env, of_agents) in zip(all_axes, envs.items()):
         axes.axis("on")
         axes.set_title(env, fontsize="medium")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
         for agent, runs in of_agents.items():
-            style = dict(color=f"C{list(AGENTS).index(agent) % 10}")
+            style = dict(color=f"C{agents.index(agent)}")
             x, middle, low, high, _ = spread(runs)
             axes.fill_between(x, low, high, alpha=0.2, lw=0, **style)
             [handles[agent]] = axes.plot(x, middle, **style)
-    agents = [agent for agent in AGENTS if agent in handles]
     lines = [handles[agent] for agent in agents]
-    figure.legend(lines, agents, loc="outside lower center", ncols=7)
+    figure.legend(lines, agents, loc="outside lower center", ncols=5)
     save(figure, f"{group}-curves")

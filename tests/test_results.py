@@ -281,26 +281,54 @@ def test_returns_after_steps_and_steps_until_returns(tmp_path, folder):
 
 
 def test_experiments_stand_beside_what_is_published_of_them():
-    def run(end):
-        record = dict(finished=True, seconds=5400, machine="m", date="2026-11-25")
+    def run(end, seconds=5400):
+        record = dict(finished=True, seconds=seconds, machine="m", date="2026-11-25")
         return types.SimpleNamespace(y=[0, end], record=record)
 
-    names = [f"impala-{game}-1" for game in ("qbert", "seaquest", "beamrider")]
-    curves = {name: run(end) for name, end in zip(names, (3882, 1721, 363.9))}
+    ends = dict(qbert=4068, seaquest=1721, beamrider=363.9, spaceinvaders=1668.7)
+    curves = {f"impala-{game}-1": run(end) for game, end in ends.items()}
     curves["impala-phoenix-1"] = run(7242.6)
+    curves |= {"impala-pong-1": run(21.0), "impala-pong-2": run(11.0, seconds=1800)}
     text = tables.beside(curves, "atari")
-    # A human's (3882 - 163.9) / (13455 - 163.9) is 0.28.
-    row = [x for x in text.splitlines() if "Qbert" in x]
-    assert row == [
-        "| Qbert | IMPALA | 3,000,000 | 3,882 (1); 28% | 1.5 | "
-        "3,882 (RL Zoo's A2C, 10,000,000 steps) |"
+    rows = [row for row in text.splitlines() if "Qbert" in row or "Pong" in row]
+    # A human's (4068 - 163.9) / (13455 - 163.9) is 0.29, and (16 + 20.7) / 35.3 1.04.
+    assert rows == [
+        "| Pong | IMPALA | 1,000,000 | 16.0 ± 5.00 (2); 104% | 1.00 | "
+        "17.3 (RL Zoo's A2C, 10,000,000 steps) |",
+        "| Qbert | IMPALA | 3,000,000 | 4,068 (1); 29% | 1.50 | "
+        "4,068 (RLlib, 10,000,000 steps) |",
     ]
-    # Scores are 28, 3.9, 0 and 100%, those published 28, 3.9 and 15.3%; of four the
-    # middle ones are two.
+    # Scores are 29, 3.9, 0, 100 and 100%. Of five the middle ones are three: 29, 3.9
+    # and 100. Without the last, the middle ones are 29 and 3.9; of those published,
+    # 29, 3.9, 10 and 38%, they are 29 and 10.
     text = " ".join(text.split())
-    assert "4 games) the interquartile mean of human-normalised scores is 16%" in text
-    assert "On the 3 games with a published return it is 11%" in text
-    assert "that of the published returns 16%" in text
+    assert "5 games) the interquartile mean of human-normalised scores is 44%" in text
+    assert "On the 4 games with a published return it is 17%" in text
+    assert "that of the published returns 20%." in text
+    assert "1 games" not in text and "2 games" not in text
+
+
+def test_documents_and_pictures_are_written(tmp_path, folder, monkeypatch):
+    curves_of(tmp_path, [100, 200, 450])
+    tables_ = {
+        "a": ("grid", "matrix"),
+        "b": ("beside", "matrix"),
+        "c": ("race", (300_000,), {"one": "impala-cartpole-1"}, "raced"),
+    }
+    monkeypatch.setattr(tables, "TABLES", tables_)
+    document = tmp_path / "x.md"
+    document.write_text("".join(f"<!-- table: {x} -->\n<!-- end -->\n" for x in "abc"))
+    monkeypatch.setattr(tables, "DOCUMENTS", [document])
+    drawn = {}
+    monkeypatch.setattr(tables, "save", lambda f, name: drawn.update({name: f}))
+    tables.write()
+    text = document.read_text()
+    assert "(results/raced.png)" in text and "250 ± 104 (3) | 0.83 |" in text
+    assert drawn.keys() == {"matrix-curves", "raced"}
+    by_steps, by_hours = drawn["raced"].axes
+    assert by_steps.lines[0].get_xdata().tolist() == [100_000, 300_000]
+    assert by_hours.lines[0].get_xdata().tolist() == [1000 / 3600, 3000 / 3600]
+    assert drawn["matrix-curves"].axes[0].lines[0].get_ydata()[-1] == 250
 
 
 @pytest.mark.parametrize("table", TABLES)
