@@ -329,7 +329,7 @@ def plot(curves, group):
     agents = [a for a in AGENTS if any(a in of_agents for of_agents in envs.values())]
     for axes, (env, of_agents) in zip(all_axes, envs.items()):
         axes.axis("on")
-        axes.set_title(env, fontsize="medium")
+        axes.set_title(env.replace("`", ""), fontsize="medium")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
         for agent, runs in of_agents.items():
