@@ -334,9 +334,9 @@ def plot(curves, group):
         axes.grid(alpha=0.3)
         for agent, runs in of_agents.items():
             style = dict(color=f"C{agents.index(agent)}")
-            x, middle, low, high, _ = spread(runs)
+            x, y, low, high, _ = spread(runs)
             axes.fill_between(x, low, high, alpha=0.2, lw=0, **style)
-            [handles[agent]] = axes.plot(x, middle, **style)
+            [handles[agent]] = axes.plot(x, y, **style)
     lines = [handles[agent] for agent in agents]
     figure.legend(lines, agents, loc="outside lower center", ncols=5)
     save(figure, f"{group}-curves")

@@ -29,7 +29,7 @@ def lines(caplog):
 
 
 def symptoms(reward_clipping="abs_one", normalize_rewards=False):
-    return Symptoms(argparse.Namespace(**locals()))
+    return Symptoms(argparse.Namespace(flags=argparse.Namespace(**locals())))
 
 
 def see_rewards(watch, rewards):
@@ -76,10 +76,12 @@ def test_rewards_that_are_not_clipped_are_not_looked_at(flags, lines):
 
 
 @pytest.mark.parametrize(("of_runner", "clips"), [("none", False), ("abs_one", True)])
-def test_policies_clip_rewards_as_they_have_chosen(of_runner, clips):
-    chosen = {"tagger.reward_clipping": "abs_one", "runner.reward_clipping": of_runner}
-    flags = argparse.Namespace(reward_clipping="abs_one", chosen=chosen)
-    assert clips_rewards(flags) is clips
+def test_several_policies_clip_rewards_if_all_do(of_runner, clips):
+    def of(clipping):
+        return argparse.Namespace(flags=argparse.Namespace(reward_clipping=clipping))
+
+    agents = {"tagger": of("abs_one"), "runner": of(of_runner)}
+    assert clips_rewards(argparse.Namespace(agents=agents)) is clips
 
 
 def see_losses(watch, losses):

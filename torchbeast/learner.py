@@ -17,7 +17,7 @@ from torchbeast.images import RESIZED
 from torchbeast.messages import BadInput, Stop, log
 from torchbeast.policies import Several
 from torchbeast.process import Signals
-from torchbeast.symptoms import Symptoms
+from torchbeast.symptoms import Symptoms, clips_rewards
 
 
 class PublishedWeights:
@@ -105,7 +105,7 @@ class Learner:
         self.stage_seconds = {"learner_wait": 0.0, "update": 0.0}
         self._create_env = create_env
         self._evaluator = None
-        self._symptoms = Symptoms(flags)
+        self._symptoms = Symptoms(agent)
         self._idle_since = None
         self._unread = None
 
@@ -180,6 +180,10 @@ class Learner:
                 f"{group.num} learners on {len(set(group.hosts))} hosts: each has "
                 f"{self.batch_size} of {self.flags.batch_size} rollouts of a batch"
             )
+        # What defaults chose is said with them.
+        said = any("reward_clipping" in x for x in getattr(self.flags, "chosen", ()))
+        if clips_rewards(self.agent) and not said:
+            log.info("rewards are clipped to -1 to 1")
         for name, height, width in large_images(self.agent.net):
             log.info(
                 f"{name} is {height} x {width}: --resize {RESIZED} makes it smaller "

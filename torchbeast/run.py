@@ -41,7 +41,6 @@ from torchbeast.environment import NAME
 from torchbeast.flags import UNCOMPARED, command_line, words_of
 from torchbeast.log_writer import COLUMNS, LogWriter
 from torchbeast.messages import BadInput, Stop, log, setup_logging
-from torchbeast.symptoms import clips_rewards
 
 
 class Run:
@@ -174,10 +173,8 @@ class Run:
             self._write_meta()
             self._log = LogWriter(self.path, self.step, self.flags.track)
         files.link(self.path, "latest")
-        if chosen := getattr(self.flags, "chosen", {}):
+        if chosen := getattr(self.flags, "chosen", None):
             log.info("defaults for %s: %s", self.flags.env, words_of(chosen))
-        if clips_rewards(self.flags) and "reward_clipping" not in chosen:
-            log.info("rewards are clipped to -1 to 1")
         log.info("to resume: %s", command_line(self.flags))
         self.display = Display(self)
 

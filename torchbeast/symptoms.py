@@ -15,20 +15,21 @@ MIN_LOSSES = 10  # or, at first, of fewer.
 GROWTH = 1e6
 
 
-def clips_rewards(flags):
-    """Tells whether rewards are clipped: those of all policies, if each has chosen."""
-    chosen = getattr(flags, "chosen", {})
-    clipping = [x for name, x in chosen.items() if name.endswith(".reward_clipping")]
-    if "none" in (clipping or [getattr(flags, "reward_clipping", "none")]):
-        return False
-    return not getattr(flags, "normalize_rewards", False)
+def clips_rewards(agent):
+    """Tells whether an agent clips rewards; of several policies, whether all do."""
+    policies = getattr(agent, "agents", {"": agent}).values()
+    return all(
+        getattr(x.flags, "reward_clipping", "none") != "none"
+        and not getattr(x.flags, "normalize_rewards", False)
+        for x in policies
+    )
 
 
 class Symptoms:
     """Looks at the rewards and losses of updates. Says each thing once."""
 
-    def __init__(self, flags):
-        self._rewards_left = MAX_UPDATES if clips_rewards(flags) else 0
+    def __init__(self, agent):
+        self._rewards_left = MAX_UPDATES if clips_rewards(agent) else 0
         self._rewards = self._clipped = self._largest = 0
         self._losses = defaultdict(lambda: deque(maxlen=NUM_LOSSES))
         self._was = {}  # {name: the smallest median so far}
