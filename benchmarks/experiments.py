@@ -203,6 +203,7 @@ TABLES = {
     "sb3": ("race", (250_000, 500_000, M, 1_500_000, 2 * M, 3 * M), {
         "MonoBeast, IMPALA, seed 2": "impala-breakout-10m-2",
         "MonoBeast, IMPALA, seed 3": "impala-breakout-10m-3",
+        "MonoBeast, IMPALA, seed 4": "impala-breakout-10m-4",
         "Stable-Baselines3, A2C": "sb3-a2c-breakout-1",
         "Stable-Baselines3, PPO": "sb3-ppo-breakout-1",
     }, "breakout-sb3"),
