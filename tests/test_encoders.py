@@ -8,7 +8,14 @@ import torch
 from gymnasium import spaces
 
 from tests import envs
-from torchbeast.encoders import NETS, NUMBERS, ImageEncoder, make_encoder, summary
+from torchbeast.encoders import (
+    NETS,
+    NUMBERS,
+    ImageEncoder,
+    ResidualBlock,
+    make_encoder,
+    summary,
+)
 from torchbeast.environment import Environment
 from torchbeast.images import image_shape, num_ids
 
@@ -244,6 +251,16 @@ def test_the_order_of_an_images_dimensions_does_not_matter(order):
     torch.testing.assert_close(
         encoder(x[None]), reference(torch.as_tensor(image)[None])
     )
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_residual_blocks_add_nothing_at_first_unless_they_are_normalised(layer_norm):
+    encoder = make_encoder(box(84, 84, 4), "deep", layer_norm=layer_norm)
+    blocks = [x for x in encoder.modules() if isinstance(x, ResidualBlock)]
+    assert len(blocks) == 6
+    for block, channels in zip(blocks, (16, 16, 32, 32, 32, 32)):
+        x = torch.randn(2, channels, 8, 8)
+        assert torch.equal(block(x), x) != layer_norm
 
 
 @pytest.mark.slow
