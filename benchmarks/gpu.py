@@ -10,7 +10,9 @@ import functools
 import json
 import os
 import pathlib
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 
@@ -22,7 +24,7 @@ import torch._dynamo  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 
 from benchmarks import limit, throughput  # noqa: E402
-from torchbeast import machine  # noqa: E402
+from torchbeast import logs, machine  # noqa: E402
 
 PONG = ["--env", "PongNoFrameskip-v4"]
 PENDULUM = ["--env", "Pendulum-v1"]
@@ -164,6 +166,45 @@ def many_streams(num, seconds):
         return run("polybeast", [*throughput.MOCK, *addresses], seconds)
 
 
+PONG_RUNS = (
+    "--seed 1",
+    "--seed 1 --precision bfloat16",
+    "--seed 1 --batch_size 4",
+    "--seed 2",
+    "--seed 2 --precision bfloat16",
+)
+
+
+def pong(seconds):
+    """Of PolyBeast, every 10 s: [seconds, steps, mean return of the last 100 games]."""
+    for args in PONG_RUNS:
+        yield args, functools.partial(until_20, args.split())
+
+
+def until_20(args, limit=180):
+    """Trains until the mean return is 20, or for so many seconds."""
+    with tempfile.TemporaryDirectory() as savedir:
+        args = [*PONG, *args, "--savedir", savedir, "--xpid", "x"]
+        args += ["--disable_checkpoint", "--total_steps", "3000000"]
+        process = subprocess.Popen(throughput.command("polybeast", args), cwd=ROOT)
+        path = pathlib.Path(savedir, "x", "logs.csv")
+        start, points = time.monotonic(), []
+        try:
+            while process.poll() is None and time.monotonic() - start < limit:
+                time.sleep(1)
+                rows = logs.read(path) if path.exists() else []
+                points = logs.moving_average(rows, "episode_return")
+                if points and points[-1][1] >= 20:
+                    break
+        finally:
+            process.terminate()
+            process.wait()
+    every_10_s = {row["seconds"] // 10: (row, x) for row, x in points}
+    return [
+        [row["seconds"], row["step"], round(x, 2)] for row, x in every_10_s.values()
+    ]
+
+
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -183,7 +224,8 @@ def main():
             path.write_text(json.dumps(results, indent=1) + "\n")  # So far.
             if isinstance(x, dict):
                 x = x.get("steps_per_second", str(x))
-            print(f"{part}, {name}: {x if isinstance(x, str) else f'{x:,.1f}'}")
+            text = f"{x:,.1f}" if isinstance(x, float) else x
+            print(f"{part}, {name}: {text}")
 
 
 def attempt(function):
@@ -206,6 +248,7 @@ PARTS = {
         environments,
         runs,
         streams,
+        pong,
     )
 }
 

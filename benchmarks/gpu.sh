@@ -72,12 +72,7 @@ print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
         run 240 python3 -m benchmarks.warp --rounds 1 --seconds 2 --compile --num_epochs 1 \
             --json "$out/warp-compiled.json"
         ;;
-    pong)
-        for seed in 1 2; do
-            run 250 python3 -m polybeast --env PongNoFrameskip-v4 --seed $seed \
-                --total_steps 3000000 --disable_checkpoint --savedir "$out" --xpid pong-$seed
-        done
-        ;;
+    pong) gpu 560 pong ;;
     runs) gpu 240 environments runs ;;
     streams) gpu 120 streams ;;
     *) echo "$part: expected machine, tests, learning, warp, inference, learner, kernels, agents," \

@@ -174,21 +174,29 @@ def beside(curves, group):
         cells.append([x.env, x.agent, steps, result, number(hours), cell])
     caption = f"{LAST} mean ± standard error over seeds (number of seeds)"
     caption += f"; human-normalised score. {ATARI}" if games else "."
+    caption += interquartile_means(games)
+    header = ["environment", "agent", "steps", "return", "hours", "published"]
+    return with_curves(header, cells, caption, pairs, group)
+
+
+def interquartile_means(games):
+    """Returns sentences, for agents with more than three games. games: {(agent, steps):
+    [(scores of ours, of what is published or [])]}, human-normalised."""
+    text = ""
     for (agent, steps), scores in games.items():
         if len(scores) > 3:
-            caption += (
+            text += (
                 f" Of {agent} ({steps:,} steps, {len(scores)} games) the interquartile "
                 "mean of human-normalised scores is "
                 f"{iqm([ours for ours, _ in scores])}."
             )
         if len(both := [(ours, *theirs) for ours, theirs in scores if theirs]) > 3:
             ours, theirs = zip(*both)
-            caption += (
+            text += (
                 f" On the {len(both)} games with a published return it is {iqm(ours)}, "
                 f"and that of the published returns {middle(theirs):.0f}%."
             )
-    header = ["environment", "agent", "steps", "return", "hours", "published"]
-    return with_curves(header, cells, caption, pairs, group)
+    return text
 
 
 def human_normalised(game, returns):
