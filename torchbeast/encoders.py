@@ -43,7 +43,7 @@ def make_encoder(
     initialize(encoder)
     if layer_norm:
         add_layer_norm(encoder)
-    else:
+    else:  # A LayerNorm would divide zeros by their deviation.
         begin_as_identities(encoder)
     return encoder
 
@@ -136,9 +136,9 @@ def initialize(module, gain=2**0.5):
 
 
 def begin_as_identities(module):
-    """Has residual blocks add nothing at first (as in Goyal et al., arXiv 1706.02677,
-    section 5.1). Six that added as much as they got made values of several returns, and
-    gradients a million times as large in the first updates."""
+    """Has residual blocks, which initialize() has been at, add nothing at first (Zhang
+    et al., arXiv 1901.09321, section 3). Else the deep network's first values were
+    several times the returns, and its losses on Pong grew to 10^4 to 10^7."""
     for block in module.modules():
         if isinstance(block, ResidualBlock):
             nn.init.zeros_(block.layers[-1].weight)
