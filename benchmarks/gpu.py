@@ -142,9 +142,10 @@ def learn(args, seconds):
 def runs(seconds):
     """Steps per second of PolyBeast on Pong, deep network: with the defaults, without
     graphs, and with other batches or more servers; and of MonoBeast."""
-    more = ["--num_servers", str(2 * os.cpu_count()), "--envs_per_server", "8"]
+    servers = ["--num_servers", str(2 * os.cpu_count()), "--envs_per_server"]
+    more = [*servers, "8"], [*servers, "16"]
     sizes = (["--batch_size", size] for size in ("4", "32"))
-    for args in ([], ["--no-cuda_graphs"], more, *sizes):
+    for args in ([], ["--no-cuda_graphs"], *more, *sizes):
         name = " ".join(args) or "defaults"
         yield name, functools.partial(run, "polybeast", [*PONG, *args], seconds)
     yield "MonoBeast", functools.partial(run, "monobeast", PONG, seconds)

@@ -73,7 +73,7 @@ print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
             --json "$out/warp-compiled.json"
         ;;
     pong) gpu 560 pong ;;
-    runs) gpu 240 environments runs ;;
+    runs) gpu 270 environments runs ;;
     streams) gpu 120 streams ;;
     *) echo "$part: expected machine, tests, learning, warp, inference, learner, kernels, agents," \
         "compiled, runs, streams or pong" ;;
