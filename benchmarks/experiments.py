@@ -220,6 +220,14 @@ TABLES = {
     }),
 }  # fmt: skip
 
+# {name of a picture: (its title, the runs that its curve is of)}.
+PICTURES = {
+    "breakout": (
+        "BreakoutNoFrameskip-v4",
+        [f"impala-breakout-10m-{seed}" for seed in (2, 3, 4)],
+    ),
+}
+
 # {agent: [(whose returns, {environment: return})]}; the first one that has an
 # environment counts. github.com/ray-project/rl-experiments,
 # github.com/DLR-RM/rl-baselines3-zoo (benchmark.md), docs.cleanrl.dev,

@@ -17,10 +17,17 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from benchmarks.experiments import AGENTS, EXPERIMENTS, HUMAN, PUBLISHED, TABLES
+from benchmarks.experiments import (
+    AGENTS,
+    EXPERIMENTS,
+    HUMAN,
+    PICTURES,
+    PUBLISHED,
+    TABLES,
+)
 from torchbeast import logs
 from torchbeast.messages import BadInput, log
-from torchbeast.plot import spread
+from torchbeast.plot import draw, spread
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -40,8 +47,8 @@ class Curve:
     100 episodes."""
 
     def __init__(self, name, record):
-        self.name, self.record = name, record
-        rows = logs.read(RESULTS / f"{name}.csv")
+        self.name, self.record, self.path = name, record, RESULTS / f"{name}.csv"
+        rows = logs.read(self.path)
         if any("mean_return" in row for row in rows):
             points = [(row, row["mean_return"]) for row in rows]
         else:  # What torchbeast.plot has thinned.
@@ -296,6 +303,22 @@ def write():
             plot(curves, args[0])
         elif kind == "race":
             plot_race(curves, *args[1:])
+    for name, (title, runs) in PICTURES.items():
+        plot_mean([curves[run] for run in runs if run in curves], title, name)
+
+
+def plot_mean(runs, title, name):
+    """Plots one curve of several runs, as torchbeast.plot does."""
+    figure = Figure(figsize=(8.4, 4.8), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, {"": runs})
+    axes.set(
+        xlabel="agent steps", ylabel="return, mean of the last 100 games", title=title
+    )
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    save(figure, name)
 
 
 def plot_race(curves, rows, name):

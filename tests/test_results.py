@@ -319,12 +319,16 @@ def test_documents_and_pictures_are_written(tmp_path, folder, monkeypatch):
     document = tmp_path / "x.md"
     document.write_text("".join(f"<!-- table: {x} -->\n<!-- end -->\n" for x in "abc"))
     monkeypatch.setattr(tables, "DOCUMENTS", [document])
+    both = "Two runs", ["impala-cartpole-1", "impala-cartpole-2"]
+    monkeypatch.setattr(tables, "PICTURES", {"mean": both})
     drawn = {}
     monkeypatch.setattr(tables, "save", lambda f, name: drawn.update({name: f}))
     tables.write()
     text = document.read_text()
     assert "(results/raced.png)" in text and "250 ± 104 (3) | 0.83 |" in text
-    assert drawn.keys() == {"matrix-curves", "raced"}
+    assert drawn.keys() == {"matrix-curves", "raced", "mean"}
+    [axes] = drawn["mean"].axes
+    assert axes.get_title() == "Two runs" and axes.lines[0].get_ydata()[-1] == 150
     by_steps, by_hours = drawn["raced"].axes
     assert by_steps.lines[0].get_xdata().tolist() == [100_000, 300_000]
     assert by_hours.lines[0].get_xdata().tolist() == [1000 / 3600, 3000 / 3600]
