@@ -187,8 +187,9 @@ def beside(curves, group):
 
 
 def interquartile_means(games):
-    """Returns sentences, for agents with more than three games. games: {(agent, steps):
-    [(scores of ours, of what is published or [])]}, human-normalised."""
+    """Returns a sentence for each agent with more than three games, and a second one
+    beside what is published. games: {(agent, steps): [(scores of ours, [published ones]
+    or [])]}, human-normalised."""
     text = ""
     for (agent, steps), scores in games.items():
         if len(scores) > 3:
@@ -303,8 +304,9 @@ def write():
             plot(curves, args[0])
         elif kind == "race":
             plot_race(curves, *args[1:])
-    for name, (title, runs) in PICTURES.items():
-        plot_mean([curves[run] for run in runs if run in curves], title, name)
+    for name, (title, names) in PICTURES.items():
+        if len(runs := [curves[run] for run in names if run in curves]) > 1:
+            plot_mean(runs, title, name)
 
 
 def plot_mean(runs, title, name):

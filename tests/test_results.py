@@ -320,7 +320,8 @@ def test_documents_and_pictures_are_written(tmp_path, folder, monkeypatch):
     document.write_text("".join(f"<!-- table: {x} -->\n<!-- end -->\n" for x in "abc"))
     monkeypatch.setattr(tables, "DOCUMENTS", [document])
     both = "Two runs", ["impala-cartpole-1", "impala-cartpole-2"]
-    monkeypatch.setattr(tables, "PICTURES", {"mean": both})
+    one = "One run", ["impala-cartpole-1", "impala-cartpole-9"]
+    monkeypatch.setattr(tables, "PICTURES", {"mean": both, "none": one})
     drawn = {}
     monkeypatch.setattr(tables, "save", lambda f, name: drawn.update({name: f}))
     tables.write()

@@ -136,9 +136,10 @@ def initialize(module, gain=2**0.5):
 
 
 def begin_as_identities(module):
-    """Has residual blocks, which initialize() has been at, add nothing at first (Zhang
-    et al., arXiv 1901.09321, section 3). Else the deep network's first values were
-    several times the returns, and its losses on Pong grew to 10^4 to 10^7."""
+    """Has residual blocks add nothing at first (Zhang et al., arXiv 1901.09321, section
+    3), after initialize(), which zeroes their biases. Else the deep network's first
+    values were several times the returns, and its losses on Pong grew to 10^4 to
+    10^7."""
     for block in module.modules():
         if isinstance(block, ResidualBlock):
             nn.init.zeros_(block.layers[-1].weight)
