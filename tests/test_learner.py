@@ -206,13 +206,14 @@ def test_slices_in_bfloat16_compute_nearly_the_same(monkeypatch):
     ],
 )
 def test_the_default_is_bfloat16_where_it_was_compared(space, precision, monkeypatch):
-    """For images, with the shallow network, where all devices have it; tf32 on GPUs."""
+    """For images, with two of the networks, where all devices have it; tf32 on GPUs."""
     images = precision != "float32"
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: device.type == "cpu")
     shallow, on_gpu = ["--net", "shallow"], ["--actor_device", "cuda"]
     for script, args, expected in (
         (polybeast, shallow, precision),
         (monobeast, [], precision),
+        (monobeast, ["--net", "nature"], precision),
         (polybeast, [], "float32"),
         (monobeast, ["--net", "deep"], "float32"),
         (polybeast, [*shallow, *on_gpu], "tf32" if images else "float32"),

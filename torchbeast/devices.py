@@ -95,16 +95,16 @@ def has_bfloat16(device):
 
 def choose_precision(flags, space):
     """Replaces --precision auto: for images tf32 on a GPU, as PyTorch's convolutions
-    have it by default (10 bits for 23); bfloat16 only where learning in it was compared
-    with float32, and was as good and faster."""
+    have it by default (10 bits for 23); bfloat16 only with the networks whose learning
+    in it was compared with float32, and was as good and faster."""
     if flags.precision == "auto":
         devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
-        shallow = getattr(flags, "net", None) == "shallow"
+        compared = getattr(flags, "net", None) in ("shallow", "nature")
         if not has_images(space):
             flags.precision = "float32"
         elif any(name != "cpu" for name in devices):
             flags.precision = "tf32"
-        elif shallow and all(has_bfloat16(torch.device(name)) for name in devices):
+        elif compared and all(has_bfloat16(torch.device(name)) for name in devices):
             flags.precision = "bfloat16"
         else:
             flags.precision = "float32"

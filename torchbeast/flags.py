@@ -281,8 +281,8 @@ def run_parser() -> argparse.ArgumentParser:
     g.add_argument("--precision", default="auto",
                    choices=("auto", "float32", "tf32", "bfloat16"),
                    help="arithmetic of the image encoder; everything else is float32 "
-                   "(default: auto, tf32 on GPUs, bfloat16 for --net shallow on CPUs "
-                   "with AMX, else float32)")
+                   "(default: auto, tf32 on GPUs, bfloat16 for --net shallow and "
+                   "nature on CPUs with AMX, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network, and whole steps of WarpBeast, "
                    "for GPUs: slower to start")
