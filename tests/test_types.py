@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import ROOT
 
-pytestmark = pytest.mark.slow  # Reading PyTorch's hints takes 20 seconds.
+pytestmark = pytest.mark.long  # Reading PyTorch's hints takes half a minute.
 
 AGENT = """
 import torch
