@@ -37,6 +37,7 @@ from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
 from torchbeast.networks import ActorCritic
+from torchbeast.normalization import has_numbers
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
 from torchbeast.program import PolicyParser, run_program
@@ -136,10 +137,11 @@ class Agent(agents.Agent):
         """Returns {flag: default}, by the kind of environment, for flags that were not
         given."""
         flags, chosen = self.flags, dict(DEFAULTS)
+        chosen["normalize_observations"] = has_numbers(observation_space)
         if not has_images(observation_space):
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
             chosen.update(
-                normalize_observations=True, vtrace_lambda=0.95, entropy_cost=1e-3,
+                vtrace_lambda=0.95, entropy_cost=1e-3,
                 learning_rate=min(1e-3, 3e-4 * size),
             )  # fmt: skip
             if not flags.use_lstm:

@@ -32,7 +32,7 @@ from torchbeast import agents, minibatches
 from torchbeast.flags import by_environment, number
 from torchbeast.images import has_images, smallest_side
 from torchbeast.networks import ActorCritic
-from torchbeast.normalization import RunningStatistics
+from torchbeast.normalization import RunningStatistics, has_numbers
 
 # Flags whose defaults depend on the environment: those for Atari.
 DEFAULTS = dict(
@@ -108,10 +108,10 @@ class Agent(agents.Agent):
         chosen = DEFAULTS | agents.actor_critic_defaults(
             flags, action_space, cost, is_atari(flags.env)
         )
+        chosen["normalize_observations"] = has_numbers(observation_space)
         side = smallest_side(observation_space)
         if side is None:
             del chosen["net"]  # There are no images.
-            chosen["normalize_observations"] = True
             chosen["discounting"] = discount_of_limit(flags.env)
             if not flags.use_lstm:
                 chosen["learning_rate"] = 1e-3

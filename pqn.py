@@ -42,7 +42,7 @@ PRESETS = {
 
 # Flags that defaults() chooses.
 BY_ENVIRONMENT = (
-    "net", "reward_clipping", "q_lambda", "num_minibatches",
+    "net", "reward_clipping", "normalize_rewards", "q_lambda", "num_minibatches",
     "learning_rate", "grad_norm_clipping",
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ def parser():
     q_learning.add_exploration_flags(g, (0.01, 0.01), steps)
 
     g = p.add_argument_group("loss")
-    agents.add_reward_flags(g, None)
+    agents.add_reward_flags(g, None, normalized=True)
     g.add_argument("--q_lambda", type=number(float, 0, 1), metavar="LAMBDA",
                    help="weight of later steps in the targets; 0: only the next step's "
                    "value, 1: all rewards of the rollout")
@@ -108,7 +108,7 @@ class Agent(QAgent):
         num_rollouts = ranks.current.share(flags.batch_size)
         chosen = {
             "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
-            "reward_clipping": "abs_one" if is_atari(flags.env) else "none",
+            **agents.reward_defaults(flags, is_atari(flags.env)),
             "q_lambda": 0.65,
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
@@ -160,12 +160,14 @@ class Agent(QAgent):
         real    [T, B] bool, the step was not the last of an episode
         """
         core_state, _ = batch["core_state"]
-        outputs, _ = self.net(batch, core_state)  # [T + 1, B, A]
+        outputs, _ = self.unroll(batch, core_state)  # [T + 1, B, A]
         real = ~batch["done"][1:]
         discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
         target = lambda_targets(
             self.rewards(batch), discounts, real, outputs["q"], self.flags.q_lambda
         )
+        if self.normalized_rewards is not None:
+            core_state, _ = core_state
         return minibatches.prepare(batch, core_state, target=target, real=real)
 
     def loss(self, part, outputs):

@@ -44,8 +44,9 @@ def add_network_flags(group, net):
     # fmt: on
 
 
-def add_reward_flags(group, clipping):
-    """Adds the flags of Agent.rewards(), and the discount. clipping: the default."""
+def add_reward_flags(group, clipping, normalized=False):
+    """Adds the flags of Agent.rewards(), and the discount. clipping: the default.
+    normalized: rewards can be, by Agent.unroll()."""
     # fmt: off
     group.add_argument("--discounting", type=number(float, 0, 1), default=0.99,
                        metavar="GAMMA", help="discount of a step "
@@ -54,6 +55,11 @@ def add_reward_flags(group, clipping):
                        choices=("abs_one", "none"), help="clip the rewards that are "
                        "learned from, never those that are reported "
                        "(default: %(default)s)")
+    if normalized:
+        group.add_argument("--normalize_rewards",
+                           action=argparse.BooleanOptionalAction, default=False,
+                           help="divide rewards by the running standard deviation of "
+                           "the discounted return, instead of --reward_clipping")
     # fmt: on
     group.set_defaults(normalize_rewards=False)  # Not all agents have this flag.
 
@@ -66,25 +72,26 @@ def add_actor_critic_flags(group):
     group.add_argument("--baseline_cost", type=number(float, 0), default=0.5,
                        metavar="X", help="weight of the value loss "
                        "(default: %(default)s)")
-    add_reward_flags(group, "abs_one")
-    group.add_argument("--normalize_rewards",
-                       action=argparse.BooleanOptionalAction, default=False,
-                       help="divide rewards by the running standard deviation of the "
-                       "discounted return, instead of --reward_clipping")
     # fmt: on
+    add_reward_flags(group, "abs_one", normalized=True)
 
 
-def actor_critic_defaults(flags, action_space, entropy_cost, atari):
-    """Returns the part of Agent.defaults() that is about these flags. entropy_cost: for
-    choices. atari: the environment is a game of Atari's."""
+def reward_defaults(flags, atari):
+    """Returns the part of Agent.defaults() that is about rewards. atari: the
+    environment is a game of Atari's."""
     clip = atari and not flags.normalize_rewards
-    chosen = {
+    return {
         "reward_clipping": "abs_one" if clip else "none",
         "normalize_rewards": not atari and flags.reward_clipping is None,
     }
+
+
+def actor_critic_defaults(flags, action_space, entropy_cost, atari):
+    """Returns the part of Agent.defaults() that is about add_actor_critic_flags().
+    entropy_cost: for choices. atari: the environment is a game of Atari's."""
     if distributions.make(action_space).log_stds.any():  # There are Gaussians,
         entropy_cost = 0.0  # whose deviations it would widen for ever.
-    return {**chosen, "entropy_cost": entropy_cost}
+    return {**reward_defaults(flags, atari), "entropy_cost": entropy_cost}
 
 
 def add_async_flag(group, default):

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchbeast import ranks, rollouts
 from torchbeast.images import is_image
+from torchbeast.nests import leaves
 from torchbeast.spaces import children
 from vtrace import discounted_sums
 
@@ -111,6 +112,11 @@ def are_numbers(space):
     if entries is None:
         return isinstance(space, spaces.Box) and not is_image(space)
     return {key: are_numbers(part) for key, part in entries}
+
+
+def has_numbers(space):
+    """Tells whether any part of observations of a space is normalised."""
+    return any(x for _, x in leaves(are_numbers(space)))
 
 
 class NormalizedRewards(nn.Module):

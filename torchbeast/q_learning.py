@@ -63,7 +63,7 @@ class QAgent(agents.Agent):
     """Takes the most valuable action, or a random one with a probability that falls
     over the first --exploration_steps and differs from episode to episode.
 
-    core_state: the network's; each episode's share of random actions [1, B].
+    core_state: any agent's; each episode's share of random actions [1, B].
     """
 
     def __init__(self, flags, observation_space, action_space):
@@ -84,12 +84,12 @@ class QAgent(agents.Agent):
             )
 
     def initial_state(self, batch_size):
-        return self.net.initial_state(batch_size), torch.zeros(1, batch_size)
+        return super().initial_state(batch_size), torch.zeros(1, batch_size)
 
     @torch.inference_mode()
     def act(self, step, core_state, greedy=False):
         core_state, share = core_state
-        outputs, core_state = self.net(step, core_state)
+        outputs, core_state = self.unroll(step, core_state)
         if greedy:
             return {"action": outputs["q"].argmax(-1)}, (core_state, share)
         low, high = np.log(np.clip(self.flags.exploration, 1e-9, 1))
@@ -101,9 +101,13 @@ class QAgent(agents.Agent):
     @torch.inference_mode()
     def act_in_test(self, step, core_state):
         core_state, share = core_state
-        outputs, core_state = self.net(step, core_state)
+        outputs, core_state = self.unroll(step, core_state)
         random = torch.full_like(share, TEST_EPSILON)
         return targets.epsilon_greedy(outputs["q"], random), (core_state, share)
+
+    def update_statistics(self, batch):
+        core_state, _ = batch["core_state"]
+        super().update_statistics({**batch, "core_state": core_state})
 
     def explore_less(self):
         """Brings the share of random actions up to date with self.step. Returns what is

@@ -67,7 +67,7 @@ class Symptoms:
             log.info(
                 "%.0f %% of the rewards that are not 0 are clipped to 1 or -1, the "
                 "largest is %.3g: --reward_clipping none learns from their size, and "
-                "so does --normalize_rewards (polybeast, ppo)",
+                "so does --normalize_rewards (polybeast, ppo, pqn)",
                 100 * share,
                 self._largest,
             )
