@@ -63,6 +63,21 @@ def test_rewards_are_clipped_on_atari_alone(space):
     assert flags.reward_clipping == "none" and flags.normalize_rewards
 
 
+@pytest.mark.parametrize(
+    ("space", "normalized"),
+    [
+        (NUMBERS, True),
+        (IMAGE, False),
+        (CHOICES, False),
+        (spaces.Dict(camera=IMAGE, joints=spaces.Tuple([NUMBERS])), True),
+        (spaces.Dict(camera=IMAGE, gear=CHOICES), False),
+    ],
+)
+def test_observations_are_normalized_where_there_are_numbers(space, normalized):
+    """Those beside an image, too: a network learned nothing of 1,000 to 1,003."""
+    assert flags_of(OTHER, space, CHOICES).normalize_observations == normalized
+
+
 def test_ppos_of_atari_are_cleanrls():
     assert ppo_flags_of(ATARI, IMAGE).chosen == ppo.DEFAULTS
 
@@ -72,6 +87,8 @@ def test_ppo_normalizes_rewards_but_ataris_and_observations_of_numbers():
     for flags in (numbers, image):
         assert flags.reward_clipping == "none" and flags.normalize_rewards
     assert numbers.normalize_observations and not image.normalize_observations
+    both = spaces.Dict(camera=IMAGE, joints=NUMBERS)
+    assert ppo_flags_of(OTHER, both).normalize_observations
     assert "net" in image.chosen and "net" not in numbers.chosen
     assert numbers.learning_rate > image.learning_rate
     given = ppo_flags_of(OTHER, NUMBERS, "--reward_clipping", "none")

@@ -255,7 +255,7 @@ def test_they_are_published_to_actors_and_in_checkpoints():
 
 
 @pytest.mark.parametrize(
-    ("agent", "lstm"), [("polybeast", ["--use_lstm"]), ("ppo", [])]
+    ("agent", "lstm"), [("polybeast", ["--use_lstm"]), ("ppo", []), ("pqn", [])]
 )
 def test_a_normalized_run_resumes_and_is_tested(agent, lstm, tmp_path):
     args = [
@@ -263,7 +263,7 @@ def test_a_normalized_run_resumes_and_is_tested(agent, lstm, tmp_path):
         *REWARDS, *lstm, "--savedir", tmp_path, "--xpid", "x", "--batch_size", 4,
         "--envs_per_actor", 4, "--log_interval_steps", 100, "--unroll_length", 10,
     ]  # fmt: skip
-    if agent == "ppo":
+    if agent != "polybeast":
         args += ["--num_minibatches", 2]
     for steps in (400, 800):
         result = main(*args, "--total_steps", steps)

@@ -49,6 +49,32 @@ def collect(*args, env=envs.Memory):
     return agent, next(acted)
 
 
+@pytest.mark.parametrize("lstm", [(), ("--use_lstm",)])
+def test_rewards_are_divided_by_the_deviation_of_returns(lstm):
+    """Values rise by so much in each gradient step, whatever the size of rewards."""
+    args = "--normalize_rewards", *lstm
+    agent, batch = collect(*args, env=lambda: envs.Counter(limit=50))
+    _, returned = batch["core_state"][0]
+    assert returned.any()  # The returns that were under way.
+    agent.learn(batch)
+    returns = agent.normalized_rewards.returns(batch, returned)[1:]
+    expected = batch["reward"][1:] / returns.std(correction=0)
+    torch.testing.assert_close(agent.rewards(batch), expected.float())
+
+
+def test_ataris_rewards_are_clipped_and_no_others():
+    for env, args, clipped, normalized in (
+        (ATARI, [], True, False),
+        (OTHER, [], False, True),
+        (OTHER, ["--reward_clipping", "abs_one"], True, False),
+        (ATARI, ["--normalize_rewards"], False, True),
+    ):
+        flags = parse("--env", env, *args)
+        pqn.Agent(flags, IMAGE, spaces.Discrete(2))
+        assert (flags.reward_clipping == "abs_one") == clipped
+        assert flags.normalize_rewards == normalized
+
+
 # Targets.
 
 

@@ -255,6 +255,14 @@ def test_no_gradient_comes_from_the_burn_in():
     assert (gradient[-1] == 0).all()  # Nor from targets.
 
 
+def test_observations_of_the_burn_in_are_counted_in_the_rollout_before_alone():
+    agent, acted = make_agent("--normalize_observations")
+    for batch in itertools.islice(acted, 3):
+        agent.update_statistics(batch)
+    (statistics,) = agent.net.encoder.statistics
+    assert statistics.count == 3 * T * B
+
+
 # Learning.
 
 

@@ -278,7 +278,8 @@ class Agent:
         """Takes the batch into the statistics that observations and rewards are
         normalised by."""
         if isinstance(getattr(self.net, "encoder", None), NormalizedEncoder):
-            self.net.encoder.update(batch["observation"], rollouts.new(batch))
+            counted = rollouts.new(batch, self.burn_in)
+            self.net.encoder.update(batch["observation"], counted)
         if self.normalized_rewards is not None:
             self.normalized_rewards.update(batch, batch["core_state"][1])
 

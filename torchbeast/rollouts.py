@@ -207,11 +207,14 @@ def real(batch):
     return (batch.get("mask", torch.ones_like(done)) & ~left)[1:]
 
 
-def new(batch):
-    """Returns which of the steps 0 to T are real, and in no other rollout, [T + 1, B]
-    bool: steps 1 to T, and of rollouts of one episode the step 0 that begins it."""
+def new(batch, burn_in=0):
+    """Returns which of the steps 0 to K + T are real, and in no other rollout, [K + T +
+    1, B] bool: the last T steps, and of rollouts of one episode the step 0 that begins
+    it."""
     first = batch["done"][:1] if "mask" in batch else batch["done"][:1] & False
-    return torch.cat([first, real(batch)])
+    steps = torch.cat([first, real(batch)])
+    steps[1 : burn_in + 1] = False
+    return steps
 
 
 def pad(buffers, index, t):
