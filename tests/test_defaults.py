@@ -14,6 +14,7 @@ import ppo
 from tests.programs import main
 from tests.test_agent import batches, make_actor, parse
 from torchbeast import environment
+from torchbeast.flags import load_agent
 from torchbeast.nests import map_structure
 
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -105,6 +106,32 @@ def test_ppo_sees_small_images_with_a_small_net():
 
 def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
     assert ppo_flags_of(OTHER, NUMBERS, action_space=BOX).entropy_cost == 0
+
+
+@pytest.mark.parametrize("agent", ["r2d2", "pqn", "sac", "td3"])
+@pytest.mark.parametrize(
+    ("high", "dtype", "normalized"),
+    [
+        (512, np.float32, True),
+        (30, np.float32, False),  # Acrobot's.
+        (3e38, np.float32, False),  # It says nothing.
+        (np.inf, np.float32, False),
+        (512, np.int64, False),  # Networks get logarithms.
+    ],
+)
+def test_agents_that_learn_values_normalize_numbers_that_may_be_large(
+    agent, high, dtype, normalized
+):
+    """SAC's critics did not learn from pixels' coordinates."""
+    low = -high if dtype == np.float32 else 0
+    part = spaces.Box(low, high, (2,), dtype)
+    parser = monobeast.program_parser(agent)
+    actions = BOX if agent in ("sac", "td3") else CHOICES
+    for space in part, spaces.Dict(x=spaces.Tuple([BOX, part])):
+        flags = parser.parse_args(["--env", OTHER, "--num_actors", "0"])
+        monobeast.set_defaults(flags)
+        load_agent(agent).Agent(flags, space, actions)
+        assert flags.normalize_observations == normalized
 
 
 @pytest.mark.parametrize("clipping", ["abs_one", "none"])

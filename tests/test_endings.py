@@ -1,6 +1,7 @@
 """Signals, while environments have processes and shared memory: whoever gets one, the
 run ends as it should, and its environments are closed."""
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from tests.faulty_envs import Base
 from tests.programs import (
     ROOT,
     SERIAL,
@@ -24,7 +26,7 @@ from tests.programs import (
     read_logs,
     wait_for_steps,
 )
-from torchbeast import process
+from torchbeast import environment, process
 from torchbeast.messages import Stop
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
@@ -165,6 +167,20 @@ def test_what_a_simulators_library_does_to_the_handlers_of_signals_is_undone():
     """
     command = [sys.executable, "-c", script]
     assert subprocess.run(command, cwd=ROOT).returncode == 7
+
+
+def test_a_program_keeps_its_streams_whatever_an_environment_puts_there(monkeypatch):
+    class Silences(Base):
+        def __init__(self):
+            super().__init__()
+            sys.stdout = sys.stderr = None
+
+    streams = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), streams):
+        monkeypatch.setattr(sys, name, stream)
+    flags = argparse.Namespace(env="Silences", seed=None)
+    environment.probe(lambda *_: environment.Environment(Silences()), flags, 1)
+    assert (sys.stdout, sys.stderr) == streams
 
 
 def test_a_signal_whose_exception_is_lost_while_a_run_starts_ends_the_run():

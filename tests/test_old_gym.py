@@ -1,6 +1,8 @@
 """Objects of the old Gym API."""
 
 import functools
+import sys
+from types import ModuleType, SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -192,6 +194,17 @@ def registry():
     yield
     gymnasium.registry.clear()
     gymnasium.registry.update(before)
+
+
+@pytest.mark.parametrize("old", ["env_specs", None])
+def test_one_that_the_old_gym_has_says_how_to_register_it(old, monkeypatch):
+    gym, ids = ModuleType("gym"), {"Crafted-v1": None}
+    gym.envs = SimpleNamespace(registry=SimpleNamespace(env_specs=ids) if old else ids)
+    monkeypatch.setitem(sys.modules, "gym", gym)
+    with pytest.raises(BadInput, match="of the old Gym API: register a function that"):
+        make("tests.envs:Crafted-v1")
+    with pytest.raises(BadInput, match="json registers none with Gymnasium$"):
+        make("json:CartPole-v7")
 
 
 def test_a_registered_one_says_how_to_register_it(registry):

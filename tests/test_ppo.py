@@ -1,6 +1,7 @@
 """ppo.py, against slow references."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tests.programs import main, read_logs, refusal
 from tests.test_agent import make_actor
 from torchbeast import environment, minibatches
 from torchbeast.flags import parse_args
+from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
+from torchbeast.process import Signals
 
 T, B = 7, 4
 CPU = torch.device("cpu")
@@ -220,6 +223,21 @@ def test_a_batch_is_learned_from_in_epochs_of_minibatches():
     assert agent.step == T * B and agent.updates == 1
     assert agent.learn(batch)["learning_rate"] == pytest.approx(0.75 * 2.5e-4)
     assert all(torch.as_tensor(x).isfinite() for x in statistics.values())
+
+
+def test_a_signal_ends_an_update_before_its_next_gradient_step(monkeypatch):
+    agent, batch = collect("--num_epochs", 3)
+    step = agent.clip_and_step
+    steps = []
+
+    def signalled(statistics):
+        steps.append(signal.raise_signal(signal.SIGTERM))
+        return step(statistics)
+
+    monkeypatch.setattr(agent, "clip_and_step", signalled)
+    with Signals(), pytest.raises(Stop, match="SIGTERM"):
+        agent.learn(batch)
+    assert len(steps) == 1
 
 
 def test_what_does_not_lead_from_an_action_is_not_learned_from():

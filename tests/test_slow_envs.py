@@ -111,7 +111,7 @@ def test_it_ends_with_the_number_of_steps(lines):
     calls.tell_slow(3, "a: ")
     calls.count_steps(1)
     lines.wait_for("a: 1 steps in the first")
-    lines.wait_for("; the first rollouts need 3: with a smaller --envs_per_actor or")
+    lines.wait_for("; the first rollouts need 3 steps: with a smaller --envs_per_actor")
     calls.count_steps(2)
     deadline = time.monotonic() + TIMEOUT_S
     while threading.active_count() > threads and time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def test_programs_tell(module, who, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     waits = r"waits for reset\(\) of Late-v0 \(\d+ s since the start\)"
-    steps = r"\d+ steps in the first \d+ s; the first rollouts need 40: .*"
+    steps = r"\d+ steps in the first \d+ s; the first rollouts need 40 steps: .*"
     for what in (waits, f"{who}: {waits}", f"{who}: {steps}"):
         assert re.search(rf"^\[.{{8}}\] {what}$", result.stderr, re.M), result.stderr
 

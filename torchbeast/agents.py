@@ -14,7 +14,11 @@ from torchbeast.checkpoint import load_weights
 from torchbeast.flags import fill_in, number
 from torchbeast.graphs import Graphs
 from torchbeast.messages import BadInput
-from torchbeast.normalization import NormalizedEncoder, NormalizedRewards
+from torchbeast.normalization import (
+    NormalizedEncoder,
+    NormalizedRewards,
+    has_large_numbers,
+)
 
 
 def what_networks_read(batch):
@@ -38,9 +42,10 @@ def add_network_flags(group, net):
                        metavar="N", help="layers for observations that are numbers "
                        "(default: the agent's)")
     group.add_argument("--normalize_observations",
-                       action=argparse.BooleanOptionalAction, default=False,
+                       action=argparse.BooleanOptionalAction,
                        help="subtract the running mean of observations that are "
-                       "numbers, and divide by their standard deviation")
+                       "numbers, and divide by their standard deviation (default: by "
+                       "the environment)")
     # fmt: on
 
 
@@ -131,7 +136,8 @@ class Agent:
 
     def __init__(self, flags, observation_space, action_space):
         self.flags = flags
-        fill_in(flags, self.defaults(observation_space, action_space))
+        large = {"normalize_observations": has_large_numbers(observation_space)}
+        fill_in(flags, large | self.defaults(observation_space, action_space))
         self.observation_space, self.action_space = observation_space, action_space
         self.distribution = self.make_distribution(action_space)
         self.net = self.normalized(self.make_net(observation_space, action_space))

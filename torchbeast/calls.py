@@ -131,16 +131,15 @@ def tell_slow(num_steps, who="") -> threading.Event:
     def tell():
         nonlocal wait_s
         while not ended.wait(wait_s) and (n := _steps[own] - before) < num_steps:
-            seconds = round(time.monotonic() - began_at)
+            seconds, need = round(time.monotonic() - began_at), ""
+            if num_steps < math.inf:
+                need = f"; the first rollouts need {num_steps} steps: with a smaller "
+                need += "--envs_per_actor or --envs_per_server fewer"
             if n > 0:
-                need = ""
-                if num_steps < math.inf:
-                    need = f"; the first rollouts need {num_steps}: with a smaller "
-                    need += "--envs_per_actor or --envs_per_server fewer"
                 log.info("%s%d steps in the first %d s%s", who, n, seconds, need)
             elif calls := list(_calls.get(own, ())):
-                what = calls[-1].what
-                log.info("%swaits for %s (%d s since the start)", who, what, seconds)
+                what = f"waits for {calls[-1].what} ({seconds} s since the start)"
+                log.info("%s%s%s", who, what, need)
             wait_s = time.monotonic() - began_at  # Twice as late each time.
 
     threading.Thread(target=tell, daemon=True, name="tell-slow").start()

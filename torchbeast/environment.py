@@ -41,6 +41,7 @@ import inspect
 import math
 import os
 import re
+import sys
 import time
 import traceback
 from multiprocessing.process import ORIGINAL_DIR  # type: ignore[attr-defined]
@@ -50,7 +51,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import hints, images, masks, pettingzoo, seats, turns
+from torchbeast import hints, images, masks, old_gym, pettingzoo, seats, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import replaced
@@ -131,6 +132,8 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         raise BadInput(text) from e
     except (gymnasium.error.Error, ImportError) as e:
         if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
+            if old_gym.registers(name):
+                raise BadInput(f"environment {env_id!r} cannot be made: {OLD}") from e
             raise BadInput(
                 f"unknown environment {env_id!r}{hints.close(env_id)}"
             ) from e
@@ -387,7 +390,7 @@ class Environment:
 def probe(create_env, flags, num_envs):
     """Makes environments only to see what their steps look like, and closes them.
     Returns (env, its first step)."""
-    told = tell_slow(math.inf)
+    told, streams = tell_slow(math.inf), (sys.stdout, sys.stderr)
     try:
         env = create(create_env, flags, num_envs)
         if getattr(env.env, "same_step", False):
@@ -404,6 +407,7 @@ def probe(create_env, flags, num_envs):
             env.close()
     finally:
         take_signals_back()
+        sys.stdout, sys.stderr = streams  # It may have had others.
         told.set()
         with contextlib.suppress(OSError):
             os.chdir(ORIGINAL_DIR)

@@ -13,10 +13,12 @@ from gymnasium.envs.registration import load_env_creator
 
 def close(env_id):
     """Returns a question with the IDs that are close to one that there is not, "" if
-    none is. If the module that was named has any, these are its own."""
+    none is. If a module was named, these are its own."""
     module, colon, name = env_id.rpartition(":")
     package, ids = module.partition(".")[0], gymnasium.registry
     own = [i for i, x in ids.items() if _package(x) == package] if package else []
+    if package and not own:
+        return f": {package} registers none with Gymnasium"
     # With a namespace, and without one.
     by_lower = {i.lower().rpartition("/")[2]: i for i in own or ids}
     by_lower |= {i.lower(): i for i in own or ids}

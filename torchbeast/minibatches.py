@@ -1,5 +1,7 @@
 """Minibatches: a batch is learned from several times, a part in each gradient step."""
 
+import itertools
+
 import torch
 
 from torchbeast import agents, graphs, ranks
@@ -7,6 +9,7 @@ from torchbeast.flags import number
 from torchbeast.gradients import means, sum_over_ranks
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
+from torchbeast.process import check_signals
 
 
 def add_flags(group, epochs, minibatches):
@@ -59,7 +62,12 @@ def learn(agent, data):
     flags, step = agent.flags, agent.graphs.of(step_of, data)
     with graphs.not_capturing(flags, data["done"].device):
         epochs = [draw(data, flags.num_minibatches) for _ in range(flags.num_epochs)]
-    return means([step(columns) for epoch in epochs for columns in epoch])
+    statistics = []
+    for columns in itertools.chain.from_iterable(epochs):
+        if ranks.current.num == 1:
+            check_signals()  # There may be many, and each may take seconds.
+        statistics.append(step(columns))
+    return means(statistics)
 
 
 def gradient_step(agent, part):

@@ -5,6 +5,7 @@ actors, learner and tests. An agent updates them once for each batch it learns f
 after it has learned: so a batch is seen by the statistics it was acted with.
 """
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -18,6 +19,9 @@ from vtrace import discounted_sums
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
 EPSILON = 1e-8  # Added to a variance.
 LARGEST = 1e100  # Its square is a number.
+# Bounds between these are of numbers in units that networks do not like, such as
+# pixels. (Larger ones are mostly none.)
+LARGE_BOUNDS = 100, 1e6
 
 
 class RunningStatistics(nn.Module):
@@ -117,6 +121,18 @@ def are_numbers(space):
 def has_numbers(space):
     """Tells whether any part of observations of a space is normalised."""
     return any(x for _, x in leaves(are_numbers(space)))
+
+
+def has_large_numbers(space):
+    """Tells whether any part of observations of a space are real numbers that may be
+    large. (Networks get the logarithms of integers that may be.)"""
+    entries = children(space)
+    if entries is not None:
+        return any(has_large_numbers(part) for _, part in entries)
+    if are_numbers(space) is False or space.dtype.kind != "f":
+        return False
+    bounds, (least, none) = np.abs([space.low, space.high]), LARGE_BOUNDS
+    return bool(((least < bounds) & (bounds < none)).any())
 
 
 class NormalizedRewards(nn.Module):

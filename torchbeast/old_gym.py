@@ -5,6 +5,7 @@ No torch in here: environment servers import this file.
 """
 
 import inspect
+import sys
 
 import gymnasium
 from gymnasium import spaces
@@ -20,6 +21,12 @@ PETTINGZOO = (
     "it is PettingZoo's, of several agents: name what makes it by --env MODULE:NAME, "
     "without registering it (docs/multi-agent.md)"
 )
+
+
+def registers(name):
+    """Tells whether the old Gym, if it was imported, has an environment of this ID."""
+    registry = getattr(getattr(sys.modules.get("gym"), "envs", None), "registry", ())
+    return name in getattr(registry, "env_specs", registry)  # Until Gym 0.22.
 
 
 class OldGym(gymnasium.Env):
