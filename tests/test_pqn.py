@@ -62,6 +62,17 @@ def test_rewards_are_divided_by_the_deviation_of_returns(lstm):
     torch.testing.assert_close(agent.rewards(batch), expected.float())
 
 
+def test_numbers_are_normalized_beside_images_too():
+    for space, expected in (
+        (NUMBERS, True),
+        (SMALL_IMAGE, False),
+        (spaces.Dict(camera=IMAGE, joints=NUMBERS), True),
+    ):
+        flags = parse("--env", OTHER)
+        pqn.Agent(flags, space, spaces.Discrete(2))
+        assert flags.normalize_observations == expected
+
+
 def test_ataris_rewards_are_clipped_and_no_others():
     for env, args, clipped, normalized in (
         (ATARI, [], True, False),
