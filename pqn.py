@@ -101,6 +101,7 @@ class Agent(QAgent):
     """Learns Q-values from each batch of rollouts, num_epochs times."""
 
     numbers, layer_norm = "relu", True
+    most_rewards_grow = 1  # Values that are larger take longer to learn.
 
     def defaults(self, observation_space, action_space):
         """Returns what is best for the kind of environment. Atari's are CleanRL's."""

@@ -62,6 +62,14 @@ def test_rewards_are_divided_by_the_deviation_of_returns(lstm):
     torch.testing.assert_close(agent.rewards(batch), expected.float())
 
 
+def test_rewards_of_returns_below_one_stay_as_they_are():
+    """Those of Memory, one at the end of an episode, took twice as long to learn."""
+    agent, batch = collect("--normalize_rewards")
+    agent.learn(batch)
+    assert 0 < agent.normalized_rewards.statistics.variance < 1
+    assert torch.equal(agent.rewards(batch), batch["reward"][1:])
+
+
 def test_numbers_are_normalized_beside_images_too():
     for space, expected in (
         (NUMBERS, True),

@@ -5,6 +5,7 @@ subclass of Agent, which says what the network is, how it acts and what it learn
 """
 
 import argparse
+import math
 
 import torch
 from torch import nn
@@ -131,6 +132,7 @@ class Agent:
     images_on_gpu: dict[str, int] = {}
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
     layer_norm = False  # Whether each layer of the encoder is normalised.
+    most_rewards_grow = math.inf  # What --normalize_rewards multiplies them by at most.
     burn_in = 0
     counters = "step", "updates"
 
@@ -143,7 +145,9 @@ class Agent:
         self.net = self.normalized(self.make_net(observation_space, action_space))
         self.normalized_rewards = None
         if flags.normalize_rewards:
-            self.normalized_rewards = NormalizedRewards(flags.discounting)
+            self.normalized_rewards = NormalizedRewards(
+                flags.discounting, self.most_rewards_grow
+            )
         self.optimizer = None
         for name in self.counters:
             setattr(self, name, 0)

@@ -5,6 +5,8 @@ actors, learner and tests. An agent updates them once for each batch it learns f
 after it has learned: so a batch is seen by the statistics it was acted with.
 """
 
+import math
+
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -140,12 +142,13 @@ class NormalizedRewards(nn.Module):
     g_t = r_t + discount * g_{t-1}, 0 where an episode begins (Engstrom et al.,
     "Implementation Matters in Deep Policy Gradients", arXiv 2005.12729).
 
-    g crosses rollouts in the agent's core_state.
+    g crosses rollouts in the agent's core_state. most: what rewards are multiplied by
+    at the most.
     """
 
-    def __init__(self, discount):
+    def __init__(self, discount, most=math.inf):
         super().__init__()
-        self.discount = discount
+        self.discount, self.most = discount, most
         self.statistics = RunningStatistics()
 
     def initial_state(self, batch_size):
@@ -169,4 +172,5 @@ class NormalizedRewards(nn.Module):
         self.statistics.update(returns, rollouts.real(batch))
 
     def forward(self, rewards):
-        return (rewards * self.statistics.scale()).clamp(-LIMIT, LIMIT).float()
+        scale = self.statistics.scale().clamp(max=self.most)
+        return (rewards * scale).clamp(-LIMIT, LIMIT).float()
