@@ -229,7 +229,6 @@ def train(flags):
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
     set_num_buffers(flags, env.num_agents)
-    devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags)
     check_limits(flags, specs, agent.net)

@@ -331,7 +331,6 @@ def train(flags):
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
     actor_device = devices.get_device(flags, "actor_device")
-    devices.choose_precision(flags, env.observation_space)
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags)
     sources.check_sizes(step, specs, env.num_agents)

@@ -163,14 +163,14 @@ class Agent(QAgent):
         real    [T, B] bool, the step was not the last of an episode
         """
         core_state, _ = batch["core_state"]
-        outputs, _ = self.unroll(batch, core_state)  # [T + 1, B, A]
+        if self.normalized_rewards is not None:
+            core_state, _ = core_state
+        outputs, _ = self.net(batch, core_state)  # [T + 1, B, A]
         real = ~batch["done"][1:]
         discounts = self.flags.discounting * (~batch["terminated"][1:]).float()
         target = lambda_targets(
             self.rewards(batch), discounts, real, outputs["q"], self.flags.q_lambda
         )
-        if self.normalized_rewards is not None:
-            core_state, _ = core_state
         return minibatches.prepare(batch, core_state, target=target, real=real)
 
     def loss(self, part, outputs):

@@ -334,7 +334,6 @@ def train(flags):
     ranks.current.use_device(device)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(machine.num_cores())
-    devices.choose_precision(flags, env.observation_space)
     num_envs = ranks.current.share(flags.num_envs)
     agent = make_agent(flags, env)
     several = isinstance(agent, Policies)
@@ -346,7 +345,7 @@ def train(flags):
     learner = Learner(flags, run, agent, None, device, polybeast_env.create_env)
     log.info(
         f"{flags.env}: {num_envs} environments of {num_agents} agents on {device}, "
-        f"{flags.precision}; results in {run.path}"
+        f"{devices.precision(agent)}; results in {run.path}"
     )
     for name, x in agents.items():
         log.info("%s%s", f"{name}: " if several else "", summary(x.net))

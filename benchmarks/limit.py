@@ -58,9 +58,6 @@ def environment_stage(flags, num_envs):
 def make_agent(flags, env):
     import torch
 
-    from torchbeast import devices
-
-    devices.choose_precision(flags, env.observation_space)
     torch.manual_seed(0)
     module = command_line.load_agent(flags.agent)
     return module.Agent(flags, env.observation_space, env.action_space)

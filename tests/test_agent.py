@@ -141,7 +141,7 @@ def test_impossible_choices_of_an_action_are_never_taken():
 
 
 def test_everything_that_is_not_a_weight_moves_with_the_net():
-    flags = parse("--envs_per_actor", B)
+    flags = parse("--envs_per_actor", B, "--precision", "float32")
     net = make_agent(flags, nested()).net.to("meta")
     step = map_structure(torch.as_tensor, nested().initial())
     step = map_structure(lambda x: x[None].to("meta"), step)

@@ -14,6 +14,7 @@ from torch import nn
 import monobeast
 import polybeast
 from torchbeast import devices, encoders, environment, gradients
+from torchbeast.flags import load_agent
 from torchbeast.learner import PublishedWeights
 from torchbeast.nests import map_structure
 from torchbeast.threads import Threads
@@ -226,6 +227,18 @@ def test_the_default_is_bfloat16_where_it_was_compared(space, precision, monkeyp
             flags.actor_device = flags.actor_device or "cpu"
         devices.choose_precision(flags, space)
         assert flags.precision == expected
+
+
+@pytest.mark.parametrize("agent", ["ppo", "pqn", "r2d2"])
+def test_an_agent_that_chooses_its_network_chooses_the_precision_then(
+    agent, monkeypatch
+):
+    monkeypatch.setattr(devices, "has_bfloat16", lambda device: True)
+    flags = monobeast.program_parser(agent).parse_args(["--num_actors", "0"])
+    monobeast.set_defaults(flags)
+    net = load_agent(agent).Agent(flags, IMAGE, spaces.Discrete(2)).net
+    assert flags.precision == "bfloat16"
+    assert net.encoder.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_object_that_is_no_environment_is_refused(missing):
         ("nobody/CartPole-v1", "CartPole-v1"),
         ("tests.envs:Catch-v0", " tests.envs:torchbeast/Catch-v0,"),
         ("tests.envs:Mack-v0", " tests.envs:torchbeast/Mock-v0"),
+        ("json:CartPol-v1", " json:CartPole-v1"),
     ],
 )
 def test_unknown_id_comes_with_close_ones(env_id, close):

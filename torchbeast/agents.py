@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from torchbeast import distributions, encoders, replay_files, rollouts
+from torchbeast import devices, distributions, encoders, replay_files, rollouts
 from torchbeast.checkpoint import load_weights
 from torchbeast.flags import fill_in, number
 from torchbeast.graphs import Graphs
@@ -140,6 +140,7 @@ class Agent:
         self.flags = flags
         large = {"normalize_observations": has_large_numbers(observation_space)}
         fill_in(flags, large | self.defaults(observation_space, action_space))
+        devices.choose_precision(flags, observation_space)
         self.observation_space, self.action_space = observation_space, action_space
         self.distribution = self.make_distribution(action_space)
         self.net = self.normalized(self.make_net(observation_space, action_space))

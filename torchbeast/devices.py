@@ -94,9 +94,10 @@ def has_bfloat16(device):
 
 
 def choose_precision(flags, space):
-    """Replaces --precision auto: for images tf32 on a GPU, as PyTorch's convolutions
-    have it by default (10 bits for 23); bfloat16 only with the networks whose learning
-    in it was compared with float32, and was as good and faster."""
+    """Replaces --precision auto, once --net is chosen: for images tf32 on a GPU, as
+    PyTorch's convolutions have it by default (10 bits for 23); bfloat16 only with the
+    networks whose learning in it was compared with float32, and was as good and
+    faster."""
     if flags.precision == "auto":
         devices = flags.learner_device, getattr(flags, "actor_device", "cpu")
         compared = getattr(flags, "net", None) in ("shallow", "nature")
@@ -109,6 +110,12 @@ def choose_precision(flags, space):
         else:
             flags.precision = "float32"
     torch.backends.cudnn.allow_tf32 = flags.precision == "tf32"
+
+
+def precision(agent):
+    """Returns the precision of an agent, or of the first of several policies."""
+    first = next(iter(getattr(agent, "agents", {"": agent}).values()))
+    return first.flags.precision
 
 
 def num_learner_cores(agent, flags):

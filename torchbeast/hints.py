@@ -12,18 +12,20 @@ from gymnasium.envs.registration import load_env_creator
 
 
 def close(env_id):
-    """Returns a question with the IDs that are close to one that there is not, "" if
-    none is. If a module was named, these are its own."""
+    """Returns a question with the IDs that are close to one that there is not, or says
+    that none is, if a module was named: then these are its own, if it has any."""
     module, colon, name = env_id.rpartition(":")
     package, ids = module.partition(".")[0], gymnasium.registry
     own = [i for i, x in ids.items() if _package(x) == package] if package else []
-    if package and not own:
-        return f": {package} registers none with Gymnasium"
     # With a namespace, and without one.
     by_lower = {i.lower().rpartition("/")[2]: i for i in own or ids}
     by_lower |= {i.lower(): i for i in own or ids}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    # A module may have registered what another package makes.
+    cutoff = 0.8 if package and not own else 0.5
+    found = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)
     found = dict.fromkeys(f"{module}{colon}{by_lower[x]}" for x in found)
+    if package and not found:
+        return f": {module} registers none like it"
     return f": did you mean {', '.join(found)}?" if found else ""
 
 

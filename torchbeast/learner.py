@@ -162,7 +162,7 @@ class Learner:
     def describe(self, actors, texts):
         """Logs what the run is. texts: names of what networks do not read."""
         flags, path = self.flags, self.run.path
-        learner = f"learner on {self.device}, {flags.precision}"
+        learner = f"learner on {self.device}, {devices.precision(self.agent)}"
         log.info(f"{flags.env}: {actors}, {learner}; results in {path}")
         log.info(summary(self.agent.net, texts))
 

@@ -63,7 +63,7 @@ class QAgent(agents.Agent):
     """Takes the most valuable action, or a random one with a probability that falls
     over the first --exploration_steps and differs from episode to episode.
 
-    core_state: any agent's; each episode's share of random actions [1, B].
+    core_state: (Agent.initial_state()'s, episodes' shares of random actions [1, B]).
     """
 
     def __init__(self, flags, observation_space, action_space):
