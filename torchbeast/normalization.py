@@ -172,5 +172,7 @@ class NormalizedRewards(nn.Module):
         self.statistics.update(returns, rollouts.real(batch))
 
     def forward(self, rewards):
-        scale = self.statistics.scale().clamp(max=self.most)
+        scale = self.statistics.scale()
+        if self.most < math.inf:
+            scale = scale.clamp(max=self.most)
         return (rewards * scale).clamp(-LIMIT, LIMIT).float()

@@ -213,7 +213,8 @@ def new(batch, burn_in=0):
     it."""
     first = batch["done"][:1] if "mask" in batch else batch["done"][:1] & False
     steps = torch.cat([first, real(batch)])
-    steps[1 : burn_in + 1] = False
+    if burn_in > 0:
+        steps[1 : burn_in + 1] = False
     return steps
 
 
