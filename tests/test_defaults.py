@@ -69,8 +69,8 @@ def test_rewards_are_clipped_on_atari_alone(space):
     [
         (NUMBERS, True),
         (IMAGE, False),
-        (CHOICES, False),
         (spaces.Dict(camera=IMAGE, joints=spaces.Tuple([NUMBERS])), True),
+        (spaces.Dict(camera=IMAGE, text=spaces.Box(0, 255, (9,), np.uint8)), False),
         (spaces.Dict(camera=IMAGE, gear=CHOICES), False),
     ],
 )

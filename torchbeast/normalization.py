@@ -13,8 +13,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast import ranks, rollouts
-from torchbeast.images import is_image
-from torchbeast.nests import leaves
+from torchbeast.images import has_images, is_image
 from torchbeast.spaces import children
 from vtrace import discounted_sums
 
@@ -120,21 +119,26 @@ def are_numbers(space):
     return {key: are_numbers(part) for key, part in entries}
 
 
+def real_numbers(space):
+    """Returns the Boxes of real numbers, no images, in a space."""
+    entries = children(space)
+    if entries is not None:
+        return [x for _, part in entries for x in real_numbers(part)]
+    return [space] if are_numbers(space) and space.dtype.kind == "f" else []
+
+
 def has_numbers(space):
-    """Tells whether any part of observations of a space is normalised."""
-    return any(x for _, x in leaves(are_numbers(space)))
+    """Tells whether a space has numbers to normalise. (Integers beside an image may be
+    codes, such as letters'.)"""
+    return not has_images(space) or bool(real_numbers(space))
 
 
 def has_large_numbers(space):
-    """Tells whether any part of observations of a space are real numbers that may be
-    large. (Networks get the logarithms of integers that may be.)"""
-    entries = children(space)
-    if entries is not None:
-        return any(has_large_numbers(part) for _, part in entries)
-    if are_numbers(space) is False or space.dtype.kind != "f":
-        return False
-    bounds, (least, none) = np.abs([space.low, space.high]), LARGE_BOUNDS
-    return bool(((least < bounds) & (bounds < none)).any())
+    """Tells whether a space has real numbers that may be large. (Networks get the
+    logarithms of integers that may be.)"""
+    least, none = LARGE_BOUNDS
+    bounds = [np.abs([x.low, x.high]) for x in real_numbers(space)]
+    return any(((least < x) & (x < none)).any() for x in bounds)
 
 
 class NormalizedRewards(nn.Module):
