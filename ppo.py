@@ -190,12 +190,9 @@ class Agent(agents.Agent):
         mean, variance = moments.mean.float(), moments.variance.float()
         advantage = (advantage - mean[0]) / (variance[0].sqrt() + 1e-8)
         unexplained = (variance[2] + mean[2].square()) / variance[1].clamp(min=1e-8)
-        core_state = batch["core_state"]
-        if self.normalized_rewards is not None:
-            core_state, _ = core_state
         data = minibatches.prepare(
             batch,
-            core_state,
+            self.state_of_net(batch["core_state"]),
             log_prob=log_prob,
             weight=log_rhos.clamp(max=math.log(MAX_WEIGHT)).exp(),
             value=value,

@@ -162,9 +162,7 @@ class Agent(QAgent):
         target  [T, B], of the action taken on a step
         real    [T, B] bool, the step was not the last of an episode
         """
-        core_state, _ = batch["core_state"]
-        if self.normalized_rewards is not None:
-            core_state, _ = core_state
+        core_state = self.state_of_net(batch["core_state"][0])
         outputs, _ = self.net(batch, core_state)  # [T + 1, B, A]
         real = ~batch["done"][1:]
         discounts = self.flags.discounting * (~batch["terminated"][1:]).float()

@@ -38,7 +38,9 @@ def float32(monkeypatch):
 
 
 def update(device, *args):
-    """Statistics and gradients of one update, as float32 on the CPU."""
+    """Statistics and gradients of one update, as float32 on the CPU. Without args it
+    computes in float32: an agent chooses by the machine."""
+    args = "--precision", "float32", *args
     stats, gradients = test_learner.learn(*args, device=device)
     return tuple(
         {name: x.float().cpu() for name, x in part.items()}

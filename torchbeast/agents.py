@@ -227,6 +227,10 @@ class Agent:
         """As act(), where the agent is judged: in --mode test and for eval_return."""
         return self.act(step, core_state)
 
+    def state_of_net(self, core_state):
+        """Returns the net's part of what initial_state() is like."""
+        return core_state if self.normalized_rewards is None else core_state[0]
+
     def unroll(self, step, core_state):
         """Calls the net for steps [T, B, ...]. Returns (its outputs, core_state)."""
         if self.normalized_rewards is None:

@@ -128,8 +128,9 @@ def real_numbers(space):
 
 
 def has_numbers(space):
-    """Tells whether a space has numbers to normalise. (Integers beside an image may be
-    codes, such as letters'.)"""
+    """Tells whether observations of a space are such that agents with normalised ones
+    normalise them: they have no images, or real numbers beside them. (Integers beside
+    an image may be codes, such as letters'.)"""
     return not has_images(space) or bool(real_numbers(space))
 
 
