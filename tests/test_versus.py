@@ -158,7 +158,7 @@ def test_snapshots_that_play_better_have_higher_ratings(monkeypatch):
         returns, more = rated.add(step, number)
         assert len(returns) == 20
         found.append(more["eval_rating"])
-        assert len(rated._weights) <= 4
+        assert len(rated._weights) <= 4 and 0 in rated._weights
     assert found[0] < 0 < found[3] and found[0] < found[1] < found[5]
     assert abs(found[1] - found[2]) < 150
 

@@ -40,7 +40,7 @@ class Ratings:
         seed = seeds.derive_seed(self._flags.seed, step)
         returns = self._play(step, RANDOM, versus.Random(self._env, seed))
         if len(self._weights) == MAX_SNAPSHOTS:
-            self._weights = dict(list(self._weights.items())[1::2])
+            self._weights = dict(list(self._weights.items())[::2])
         self._weights[step] = weights
         return returns, {"eval_rating": elo(self._points, RANDOM)[step]}
 
