@@ -117,8 +117,9 @@ for agent, group, games, num_steps, num_seeds, prefix, suffix in [
     ("IMPALA", "atari", "Breakout", 10 * M, 4, "impala", "-10m"),
     ("IMPALA", "atari", "Qbert Seaquest SpaceInvaders BeamRider Phoenix NameThisGame "
      "BattleZone DoubleDunk", 3 * M, 1, "impala", ""),
-    ("PPO", "atari", "Pong", M, 2, "ppo", ""),
+    ("PPO", "atari", "Pong", M, 3, "ppo", ""),
     ("PPO", "atari", "Breakout", 3 * M, 1, "ppo", ""),
+    ("PQN", "atari", "Pong", M, 3, "pqn", ""),
     ("PQN", "atari", "Breakout SpaceInvaders BeamRider Qbert Phoenix", 3 * M, 1,
      "pqn", ""),
     ("IMPALA", "published", "Pong", 10 * M, 1, "impala", "-10m"),
