@@ -102,8 +102,8 @@ def table(header, rows, caption, runs):
     days = " to ".join(dict.fromkeys(f"{d.day} {d:%B %Y}" for d in (days[0], days[-1])))
     caption += (
         f" Runs: {len(runs)}, {days}, on {machines}; "
-        "[results/runs.json](results/runs.json) has the command of each, and the commit "
-        "if it is known."
+        "[results/runs.json](results/runs.json) has the command of each, and the "
+        "commit if it is known."
     )
     caption = textwrap.fill(
         caption, 100, break_long_words=False, break_on_hyphens=False

@@ -111,6 +111,14 @@ def test_a_number_has_only_its_own_choices():
 # The squashed Gaussian.
 
 
+def test_whatever_is_drawn_a_choice_is_one_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)  # Once in 2^24 draws.
+    distribution = make(spaces.MultiDiscrete([3, 1]))
+    mask = torch.tensor([False, False, True, True])
+    params = distribution.masked(torch.randn(4), mask)
+    assert distribution.sample(params).tolist() == [2, 0]
+
+
 def squashed(mean, std, dtype=torch.float64):
     distribution = SquashedGaussian(np.float64([-2.0]), np.float64([3.0]))
     return distribution, torch.tensor([mean, math.log(std)], dtype=dtype)

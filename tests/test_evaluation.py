@@ -43,7 +43,7 @@ def result_of(evaluator):
         return results[-1] is not None
 
     wait_for(arrived)
-    return results[-1]["eval_return"]
+    return results[-1]
 
 
 def test_the_weights_that_were_offered_play():
@@ -55,7 +55,9 @@ def test_the_weights_that_were_offered_play():
                 agent.net.policy.bias.zero_()
                 agent.net.policy.bias[action] = 1  # Least of it is chance.
                 evaluator.offer(step, agent.net)
-                assert result_of(evaluator) in (-1, -1 / 3, 1 / 3, 1)
+                result = result_of(evaluator)
+                assert result["eval_return"] in (-1, -1 / 3, 1 / 3, 1)
+                assert result["eval_step"] == step
     finally:
         evaluator.close()
 
@@ -70,7 +72,8 @@ def test_a_policy_is_sampled_unless_greedy_actions_are_asked_for(args):
             # Action 0 waits for the question, and is right half the time; 1 loses.
             agent.net.policy.bias[:] = torch.tensor([0.01, 0])
         evaluator.offer(100, agent.net)
-        assert (result_of(evaluator) > -0.6) == (args == ["--greedy"])
+        mean = result_of(evaluator)["eval_return"]
+        assert (mean > -0.6) == (args == ["--greedy"])
     finally:
         evaluator.close()
 
@@ -153,3 +156,4 @@ def test_runs_log_it_and_leave_no_process(module, tmp_path):
         assert run.end() == 128 + signal.SIGTERM
     rows = [row for row in read_logs(tmp_path / "x") if row["eval_return"]]
     assert rows and all(-1 <= float(row["eval_return"]) <= 1 for row in rows)
+    assert all(float(row["eval_step"]) <= float(row["step"]) for row in rows)

@@ -112,6 +112,13 @@ def test_a_curve_is_by_steps_or_by_hours(tmp_path):
     np.testing.assert_array_equal(run(path).y, (-1, -2))
 
 
+def test_an_evaluation_stands_at_the_step_of_its_weights(tmp_path):
+    path = make_run(tmp_path / "x", [])
+    lines = "step,eval_return,eval_step", "200,0.5,100", "300,,", "400,0.7,250"
+    (path / "logs.csv").write_text("\n".join(lines) + "\n")
+    np.testing.assert_array_equal(run(path, "eval_return").x, (100, 250))
+
+
 # Logs.
 
 

@@ -220,6 +220,24 @@ def test_a_policy_without_a_rollout_learns_nothing_and_counts_its_steps():
     assert agent.agents["even"].step == agent.agents["odd"].step > 0
 
 
+def test_a_frozen_policys_schedules_go_on():
+    _, agent, [batch] = first_batches("--freeze", "even", num=1)
+    agent.start_learning(torch.device("cpu"))
+    agent.learn(batch)
+    assert agent.agents["even"].step == agent.agents["odd"].step > 0
+
+
+@pytest.mark.parametrize("B", [1, 2, 6, 7])
+def test_schedules_end_with_the_run_though_rollouts_of_a_policy_are_rounded(B):
+    steps = 100 * T * B
+    text = "one=ann,others=[bcd]*"
+    flags, _, agent = make("--batch_size", B, "--total_steps", steps, text=text)
+    for policy in agent.agents.values():
+        for _ in range(99):
+            policy.count()
+        assert policy.fraction_left() == pytest.approx(0.01)
+
+
 def test_returns_are_counted_for_each_policy():
     _, agent, made = first_batches(num=8)
     for batch in made:

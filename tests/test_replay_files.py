@@ -113,6 +113,11 @@ def test_who_ends_before_the_file_is_read_leaves_it_as_it_is(tmp_path):
     assert (tmp_path / "replay.bin").read_bytes() == before
 
 
+def test_a_replay_without_a_rollout_is_no_file(tmp_path):
+    write(whole(4 * B), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_several_learners_are_refused(monkeypatch):
     monkeypatch.setattr(replay_files.ranks.current, "num", 2)
     with pytest.raises(BadInput, match="--save_replay: 2 learners, expected one"):

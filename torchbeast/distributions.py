@@ -152,9 +152,11 @@ class Categorical(Distribution):
 
     def sample(self, params):
         logits = self._logits(params.detach())
-        # The largest logit plus a number of Gumbel's distribution. (torch.multinomial
-        # would wait for a GPU.)
-        gumbel = torch.rand_like(logits).log_().neg_().log_().neg_()
+        # The largest logit plus a number of Gumbel's distribution, which is not -inf:
+        # that is less than what is impossible. (torch.multinomial would wait for a
+        # GPU.)
+        uniform = torch.rand_like(logits).clamp_(min=torch.finfo(logits.dtype).tiny)
+        gumbel = uniform.log_().neg_().log_().neg_()
         return self._shaped((logits + gumbel).argmax(-1))
 
     def masked(self, params, mask):

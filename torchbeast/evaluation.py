@@ -89,7 +89,7 @@ class Evaluator:
         text = "".join(f", {name} {x:.4g}" for name, x in more.items())
         what = f"{len(returns)} episodes, mean return {mean:.2f}{text}"
         log.info(f"step {self._step:,}: {what}")
-        return {"eval_return": mean, **more}
+        return {"eval_return": mean, "eval_step": self._step, **more}
 
     def close(self):
         if self._process is not None:

@@ -70,10 +70,11 @@ class RunLog:
         pairs = [(row, row[column]) for row in self.rows if column in row]
         if average:
             pairs = logs.moving_average(self.rows, column)
+        step = "eval_step" if column.startswith("eval_") else "step"
         if by == "hours":
             points = [(r["seconds"] / 3600, y) for r, y in pairs if "seconds" in r]
         else:
-            points = [(row["step"], y) for row, y in pairs]
+            points = [(row.get(step, row["step"]), y) for row, y in pairs]
         return np.array(points).reshape(-1, 2).T
 
 

@@ -170,25 +170,26 @@ class Several:
         """Learns from a batch [T + 1, B, ...], or from {policy: its own}. Returns
         statistics as policy/name."""
         batches = self.split(batch) if torch.is_tensor(batch.get("policy")) else batch
-        return {
-            f"{policy}/{name}": x
-            for policy, agent in self.agents.items()
-            if policy in batches and policy not in self.frozen
-            for name, x in agent.learn(batches[policy]).items()
-        }
+        statistics = {}
+        for policy, agent in self.agents.items():
+            if policy in batches and policy not in self.frozen:
+                for name, x in agent.learn(batches[policy]).items():
+                    statistics[f"{policy}/{name}"] = x
+            else:  # Its schedules go on.
+                agent.step += agent.flags.unroll_length * agent.flags.batch_size
+        return statistics
 
     def split(self, batch):
         """Returns {policy: the rollouts of a batch in which it acts}, of the policies
         that learn. Steps at which others act are `done` there, as those of agents that
         have left: no step that leads to one is learned from."""
         batches = {}
-        for number, (name, agent) in enumerate(self.agents.items()):
+        for number, name in enumerate(self.agents):
             if name in self.frozen:
                 continue
             mine = batch["policy"] == number  # [T + 1, B]
             rows = mine.any(0).nonzero()[:, 0]
-            if len(rows) == 0:  # Its schedules go on.
-                agent.step += agent.flags.unroll_length * agent.flags.batch_size
+            if len(rows) == 0:
                 continue
             own = {k: x for k, x in batch.items() if k not in ("policy", "core_state")}
             own["core_state"] = self.state_of(name, batch["core_state"])
@@ -256,6 +257,7 @@ class Policies(Several):
         if unknown:
             raise BadInput(f"{unknown[0]}: expected a flag of --agent {flags.agent}")
         own.batch_size = max(1, round(flags.batch_size * share))
+        share = own.batch_size / flags.batch_size  # Rounded: its steps are so many.
         own.total_steps = max(1, round(flags.total_steps * share))
         return own
 

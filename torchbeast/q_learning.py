@@ -74,6 +74,7 @@ class QAgent(agents.Agent):
             )
         super().__init__(flags, observation_space, action_space)
         self.net.exploration.fill_(flags.exploration_steps > 0)
+        self._most_random = 1.0
 
     def start_learning(self, device):
         super().start_learning(device)
@@ -113,5 +114,11 @@ class QAgent(agents.Agent):
         """Brings the share of random actions up to date with self.step. Returns what is
         left of those beyond an episode's own."""
         left = max(0, 1 - self.step / max(1, self.flags.exploration_steps))
+        left = min(left, self._most_random)
         self.net.exploration.fill_(left)
         return left
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        # With a larger --total_steps, a run that goes on does not begin anew.
+        self._most_random = float(self.net.exploration)

@@ -34,8 +34,8 @@ def save(path, credit, step):
     """Writes a replay, atomically, after this agent step. A disk that is full costs the
     replay alone: one line says so, and the file of before stays."""
     ring = credit.ring
-    if ring.saved is not None:
-        return  # A resumed run ends before it has read the file.
+    if ring.saved is not None or ring.size == 0:
+        return  # A resumed run ends before it has read the file, or has none.
     arrays = {name: np.ascontiguousarray(x) for name, x in ring.arrays().items()}
     header = {
         "format": FORMAT,
