@@ -37,7 +37,6 @@ from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
 from torchbeast.networks import ActorCritic
-from torchbeast.normalization import has_numbers
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
 from torchbeast.program import PolicyParser, run_program
@@ -52,14 +51,15 @@ from torchbeast.threads import Threads
 
 # Flags whose defaults depend on the environment: those for Atari (docs/learning.md).
 DEFAULTS = dict(
-    reward_clipping="abs_one", normalize_rewards=False, normalize_observations=False,
-    separate_value=False, numbers_net="mlp", vtrace_lambda=1.0, num_epochs=1,
-    learning_rate=1e-3, entropy_cost=0.01,
+    reward_clipping="abs_one", normalize_rewards=False, separate_value=False,
+    numbers_net="mlp", vtrace_lambda=1.0, num_epochs=1, learning_rate=1e-3,
+    entropy_cost=0.01,
 )  # fmt: skip
 # A2C with openai/baselines' constants: where acting waits for updates, V-trace's loss
 # is A2C's.
 PRESETS = {
     "a2c": DEFAULTS | {"async": False} | dict(
+        normalize_observations=False,
         batch_size=16, num_envs=16, unroll_length=5, learning_rate=7e-4,
         ratio_clipping=0.0, baseline_cost=1.0, loss_reduction="mean",
         grad_norm_clipping=0.5, net="nature",
@@ -137,7 +137,6 @@ class Agent(agents.Agent):
         """Returns {flag: default}, by the kind of environment, for flags that were not
         given."""
         flags, chosen = self.flags, dict(DEFAULTS)
-        chosen["normalize_observations"] = has_numbers(observation_space)
         if not has_images(observation_space):
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
             chosen.update(

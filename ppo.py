@@ -32,11 +32,11 @@ from torchbeast import agents, minibatches
 from torchbeast.flags import by_environment, number
 from torchbeast.images import has_images, smallest_side
 from torchbeast.networks import ActorCritic
-from torchbeast.normalization import RunningStatistics, has_numbers
+from torchbeast.normalization import RunningStatistics
 
 # Flags whose defaults depend on the environment: those for Atari.
 DEFAULTS = dict(
-    reward_clipping="abs_one", normalize_rewards=False, normalize_observations=False,
+    reward_clipping="abs_one", normalize_rewards=False,
     discounting=0.99, entropy_cost=0.01, learning_rate=2.5e-4, net="nature",
 )  # fmt: skip
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
@@ -108,7 +108,6 @@ class Agent(agents.Agent):
         chosen = DEFAULTS | agents.actor_critic_defaults(
             flags, action_space, cost, is_atari(flags.env)
         )
-        chosen["normalize_observations"] = has_numbers(observation_space)
         side = smallest_side(observation_space)
         if side is None:
             del chosen["net"]  # There are no images.

@@ -30,7 +30,6 @@ from torchbeast import agents, minibatches, q_learning, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
 from torchbeast.images import smallest_side
-from torchbeast.normalization import has_numbers
 from torchbeast.q_learning import QAgent, QNetwork
 
 # CleanRL's constants (cleanrl/pqn_atari_envpool.py, pqn_atari_envpool_lstm.py).
@@ -111,7 +110,6 @@ class Agent(QAgent):
         chosen = {
             "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
             **agents.reward_defaults(flags, is_atari(flags.env)),
-            "normalize_observations": has_numbers(observation_space),
             "q_lambda": 0.65,
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,

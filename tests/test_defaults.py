@@ -64,6 +64,7 @@ def test_rewards_are_clipped_on_atari_alone(space):
     assert flags.reward_clipping == "none" and flags.normalize_rewards
 
 
+@pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "r2d2", "sac", "td3"])
 @pytest.mark.parametrize(
     ("space", "normalized"),
     [
@@ -74,22 +75,25 @@ def test_rewards_are_clipped_on_atari_alone(space):
         (spaces.Dict(camera=IMAGE, gear=CHOICES), False),
     ],
 )
-def test_observations_are_normalized_where_there_are_numbers(space, normalized):
-    """Those beside an image, too: a network learned nothing of 1,000 to 1,003."""
-    assert flags_of(OTHER, space, CHOICES).normalize_observations == normalized
+def test_every_agent_normalizes_observations_with_numbers(agent, space, normalized):
+    """Beside an image, too: IMPALA learned nothing of 1,000 to 1,003, and SAC's critics
+    nothing from pixels' coordinates."""
+    flags = monobeast.program_parser(agent).parse_args(["--env", OTHER])
+    monobeast.set_defaults(flags)
+    actions = BOX if agent in ("sac", "td3") else CHOICES
+    load_agent(agent).Agent(flags, space, actions)
+    assert flags.normalize_observations == normalized
 
 
 def test_ppos_of_atari_are_cleanrls():
-    assert ppo_flags_of(ATARI, IMAGE).chosen == ppo.DEFAULTS
+    chosen = dict(ppo.DEFAULTS, normalize_observations=False)
+    assert ppo_flags_of(ATARI, IMAGE).chosen == chosen
 
 
-def test_ppo_normalizes_rewards_but_ataris_and_observations_of_numbers():
+def test_ppo_normalizes_rewards_but_ataris():
     numbers, image = ppo_flags_of(OTHER, NUMBERS), ppo_flags_of(OTHER, IMAGE)
     for flags in (numbers, image):
         assert flags.reward_clipping == "none" and flags.normalize_rewards
-    assert numbers.normalize_observations and not image.normalize_observations
-    both = spaces.Dict(camera=IMAGE, joints=NUMBERS)
-    assert ppo_flags_of(OTHER, both).normalize_observations
     assert "net" in image.chosen and "net" not in numbers.chosen
     assert numbers.learning_rate > image.learning_rate
     given = ppo_flags_of(OTHER, NUMBERS, "--reward_clipping", "none")
@@ -106,32 +110,6 @@ def test_ppo_sees_small_images_with_a_small_net():
 
 def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
     assert ppo_flags_of(OTHER, NUMBERS, action_space=BOX).entropy_cost == 0
-
-
-@pytest.mark.parametrize("agent", ["r2d2", "sac", "td3"])
-@pytest.mark.parametrize(
-    ("high", "dtype", "normalized"),
-    [
-        (512, np.float32, True),
-        (30, np.float32, False),  # Acrobot's.
-        (3e38, np.float32, False),  # It says nothing.
-        (np.inf, np.float32, False),
-        (512, np.int64, False),  # Networks get logarithms.
-    ],
-)
-def test_agents_with_a_replay_normalize_numbers_that_may_be_large(
-    agent, high, dtype, normalized
-):
-    """SAC's critics did not learn from pixels' coordinates."""
-    low = -high if dtype == np.float32 else 0
-    part = spaces.Box(low, high, (2,), dtype)
-    parser = monobeast.program_parser(agent)
-    actions = BOX if agent in ("sac", "td3") else CHOICES
-    for space in part, spaces.Dict(x=spaces.Tuple([BOX, part])):
-        flags = parser.parse_args(["--env", OTHER, "--num_actors", "0"])
-        monobeast.set_defaults(flags)
-        load_agent(agent).Agent(flags, space, actions)
-        assert flags.normalize_observations == normalized
 
 
 @pytest.mark.parametrize("clipping", ["abs_one", "none"])

@@ -70,17 +70,6 @@ def test_rewards_of_returns_below_one_stay_as_they_are():
     assert torch.equal(agent.rewards(batch), batch["reward"][1:])
 
 
-def test_numbers_are_normalized_beside_images_too():
-    for space, expected in (
-        (NUMBERS, True),
-        (SMALL_IMAGE, False),
-        (spaces.Dict(camera=IMAGE, joints=NUMBERS), True),
-    ):
-        flags = parse("--env", OTHER)
-        pqn.Agent(flags, space, spaces.Discrete(2))
-        assert flags.normalize_observations == expected
-
-
 def test_ataris_rewards_are_clipped_and_no_others():
     for env, args, clipped, normalized in (
         (ATARI, [], True, False),

@@ -21,7 +21,8 @@ MAX_BATCHES = 8  # That are drawn at once.
 
 # For MuJoCo; the rates are CleanRL's.
 MUJOCO = dict(
-    replay_size=1_000_000, num_actors=0, envs_per_actor=1, num_servers=1,
+    normalize_observations=False, replay_size=1_000_000,
+    num_actors=0, envs_per_actor=1, num_servers=1,
     envs_per_server=1, batch_size=1, unroll_length=8,
     learning_rate=3e-4, critic_learning_rate=1e-3, target_rate=0.005,
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torchbeast.messages import BadInput
 from torchbeast.normalization import (
     NormalizedEncoder,
     NormalizedRewards,
-    has_large_numbers,
+    has_numbers,
 )
 
 
@@ -45,8 +45,8 @@ def add_network_flags(group, net):
     group.add_argument("--normalize_observations",
                        action=argparse.BooleanOptionalAction,
                        help="subtract the running mean of observations that are "
-                       "numbers, and divide by their standard deviation (default: by "
-                       "the environment)")
+                       "numbers, and divide by their standard deviation (default: "
+                       "unless there are images, or integers beside images)")
     # fmt: on
 
 
@@ -138,8 +138,8 @@ class Agent:
 
     def __init__(self, flags, observation_space, action_space):
         self.flags = flags
-        large = {"normalize_observations": has_large_numbers(observation_space)}
-        fill_in(flags, large | self.defaults(observation_space, action_space))
+        numbers = {"normalize_observations": has_numbers(observation_space)}
+        fill_in(flags, numbers | self.defaults(observation_space, action_space))
         devices.choose_precision(flags, observation_space)
         self.observation_space, self.action_space = observation_space, action_space
         self.distribution = self.make_distribution(action_space)

@@ -7,7 +7,6 @@ after it has learned: so a batch is seen by the statistics it was acted with.
 
 import math
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -20,9 +19,6 @@ from vtrace import discounted_sums
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
 EPSILON = 1e-8  # Added to a variance.
 LARGEST = 1e100  # Its square is a number.
-# Bounds between these are of numbers in units that networks do not like, such as
-# pixels. (Larger ones are mostly none.)
-LARGE_BOUNDS = 100, 1e6
 
 
 class RunningStatistics(nn.Module):
@@ -128,18 +124,10 @@ def real_numbers(space):
 
 
 def has_numbers(space):
-    """Tells whether observations of a space are such that agents with normalised ones
-    normalise them: they have no images, or real numbers beside them. (Integers beside
-    an image may be codes, such as letters'.)"""
+    """Tells whether agents normalise the observations of a space by default: it has no
+    images, or real numbers beside them. (Integers beside an image may be codes, such as
+    letters'.)"""
     return not has_images(space) or bool(real_numbers(space))
-
-
-def has_large_numbers(space):
-    """Tells whether a space has real numbers that may be large. (Networks get the
-    logarithms of integers that may be.)"""
-    least, none = LARGE_BOUNDS
-    bounds = [np.abs([x.low, x.high]) for x in real_numbers(space)]
-    return any(((least < x) & (x < none)).any() for x in bounds)
 
 
 class NormalizedRewards(nn.Module):
