@@ -131,6 +131,7 @@ class Agent(QAgent):
     """Learns Q-values, in learn(), from samples of what it has seen."""
 
     counters = *QAgent.counters, "gradient_steps"
+    most_observations_grow = 4  # With more, CartPole's return falls at times.
 
     def __init__(self, flags, observation_space, action_space):
         super().__init__(flags, observation_space, action_space)
@@ -147,8 +148,7 @@ class Agent(QAgent):
         return chosen
 
     def make_net(self, observation_space, action_space):
-        encoder = self.make_encoder(observation_space)
-        flags = self.flags
+        encoder, flags = self.make_encoder(observation_space), self.flags
         sizes = flags.quantiles, flags.value_rescaling
         return Net(encoder, action_space, flags.use_lstm, *sizes)
 

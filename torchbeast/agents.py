@@ -132,7 +132,8 @@ class Agent:
     images_on_gpu: dict[str, int] = {}
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
     layer_norm = False  # Whether each layer of the encoder is normalised.
-    most_rewards_grow = math.inf  # What --normalize_rewards multiplies them by at most.
+    # What --normalize_observations and --normalize_rewards multiply by at the most.
+    most_observations_grow = most_rewards_grow = math.inf
     burn_in = 0
     counters = "step", "updates"
 
@@ -205,7 +206,8 @@ class Agent:
             before = getattr(self, "net", None)
             statistics = None if before is None else before.encoder.statistics
             space = self.observation_space
-            net.encoder = NormalizedEncoder(space, net.encoder, statistics)
+            most = self.most_observations_grow
+            net.encoder = NormalizedEncoder(space, net.encoder, statistics, most)
         return net
 
     def initial_state(self, batch_size):

@@ -23,10 +23,11 @@ LARGEST = 1e100  # Its square is a number.
 
 class RunningStatistics(nn.Module):
     """The mean and variance, of this shape, of all x so far: mean 0 and variance 1 at
-    first."""
+    first. most: what x is multiplied by at the most."""
 
-    def __init__(self, shape=(), device=None):
+    def __init__(self, shape=(), device=None, most=math.inf):
         super().__init__()
+        self.most = most
         kwargs = dict(dtype=torch.float64, device=device)
         self.register_buffer("count", torch.zeros((), **kwargs))
         self.register_buffer("mean", torch.zeros(shape, **kwargs))
@@ -58,7 +59,8 @@ class RunningStatistics(nn.Module):
         self.count.copy_(total.max())
 
     def scale(self):
-        return (self.variance + EPSILON).rsqrt()
+        scale = (self.variance + EPSILON).rsqrt()
+        return scale.clamp(max=self.most) if self.most < math.inf else scale
 
     def forward(self, x):
         """Returns x [N, *shape] normalised, float32."""
@@ -73,10 +75,10 @@ def sum_of_ranks(x):
 class NormalizedEncoder(nn.Module):
     """An encoder of normalised observations. Images and choices stay as they are.
 
-    statistics: another one's, to share.
+    statistics: another one's, to share. most: as RunningStatistics has it.
     """
 
-    def __init__(self, space, encoder, statistics=None):
+    def __init__(self, space, encoder, statistics=None, most=math.inf):
         super().__init__()
         self.encoder = encoder
         self.out_features = encoder.out_features
@@ -84,7 +86,9 @@ class NormalizedEncoder(nn.Module):
         if statistics is None:
             parts = []  # Those of the space that are normalised.
             self._map(parts.append, space)
-            statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
+            statistics = nn.ModuleList(
+                RunningStatistics(x.shape, most=most) for x in parts
+            )
         self.statistics = statistics
 
     def forward(self, observation):
@@ -141,8 +145,8 @@ class NormalizedRewards(nn.Module):
 
     def __init__(self, discount, most=math.inf):
         super().__init__()
-        self.discount, self.most = discount, most
-        self.statistics = RunningStatistics()
+        self.discount = discount
+        self.statistics = RunningStatistics(most=most)
 
     def initial_state(self, batch_size):
         # In double precision, as rewards may be anything.
@@ -165,7 +169,4 @@ class NormalizedRewards(nn.Module):
         self.statistics.update(returns, rollouts.real(batch))
 
     def forward(self, rewards):
-        scale = self.statistics.scale()
-        if self.most < math.inf:
-            scale = scale.clamp(max=self.most)
-        return (rewards * scale).clamp(-LIMIT, LIMIT).float()
+        return (rewards * self.statistics.scale()).clamp(-LIMIT, LIMIT).float()
