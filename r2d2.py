@@ -148,7 +148,7 @@ class Agent(QAgent):
         return chosen
 
     def make_net(self, observation_space, action_space):
-        encoder, flags = self.make_encoder(observation_space), self.flags
+        flags, encoder = self.flags, self.make_encoder(observation_space)
         sizes = flags.quantiles, flags.value_rescaling
         return Net(encoder, action_space, flags.use_lstm, *sizes)
 

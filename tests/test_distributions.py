@@ -108,15 +108,15 @@ def test_a_number_has_only_its_own_choices():
     assert x[:, 0].max() == 1 and x[:, 1].max() == 4 and x.min() == 0
 
 
-# The squashed Gaussian.
-
-
 def test_whatever_is_drawn_a_choice_is_one_that_is_allowed(monkeypatch):
     monkeypatch.setattr(torch, "rand_like", torch.zeros_like)  # Once in 2^24 draws.
     distribution = make(spaces.MultiDiscrete([3, 1]))
     mask = torch.tensor([False, False, True, True])
     params = distribution.masked(torch.randn(4), mask)
     assert distribution.sample(params).tolist() == [2, 0]
+
+
+# The squashed Gaussian.
 
 
 def squashed(mean, std, dtype=torch.float64):

@@ -45,8 +45,9 @@ def add_network_flags(group, net):
     group.add_argument("--normalize_observations",
                        action=argparse.BooleanOptionalAction,
                        help="subtract the running mean of observations that are "
-                       "numbers, and divide by their standard deviation (default: "
-                       "unless there are images, or integers beside images)")
+                       "numbers, and divide by their standard deviation; r2d2 only by "
+                       "one above 1 (default: where there are no images, or real "
+                       "numbers beside them)")
     # fmt: on
 
 
@@ -322,7 +323,7 @@ class Agent:
             load(x, state[name])
         for name in self.counters:
             setattr(self, name, state[name])
-        if self.credit is not None and self.step > 0:  # The run is resumed.
+        if self.credit is not None and self.updates > 0:  # The run is resumed.
             replay_files.resume(self.credit, self.flags)
 
 

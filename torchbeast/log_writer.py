@@ -27,7 +27,7 @@ COLUMNS = {
     "training_episode_return": "mean return of the training episodes that ended; on "
     "Atari each life is one",
     "eval_return": "mean return of episodes beside training (--eval_interval_steps)",
-    "eval_step": "step of the weights with which they were played",
+    "eval_step": "step of the weights that played; the mean, if two ended",
     "padding": "share of steps in batches that are none (--one_episode_rollouts); "
     "step and sps count them",
     "policy_lag": "updates between the weights a rollout began with and those it is "

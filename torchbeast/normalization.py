@@ -1,8 +1,9 @@
 """Running statistics, by which observations and rewards are normalised.
 
 They are part of the network's or the agent's state: in checkpoints, and the same for
-actors, learner and tests. An agent updates them once for each batch it learns from,
-after it has learned: so a batch is seen by the statistics it was acted with.
+actors, learner and tests. An agent updates them once for each new batch, after it has
+learned: so a batch is seen by the statistics it was acted with, and what is replayed by
+today's.
 """
 
 import math

@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from torchbeast import agents, targets
 from torchbeast.distributions import IMPOSSIBLE
-from torchbeast.flags import number
+from torchbeast.flags import is_given, number
 from torchbeast.messages import BadInput, log
 from torchbeast.networks import Network
 
@@ -111,9 +111,11 @@ class QAgent(agents.Agent):
         super().update_statistics({**batch, "core_state": core_state})
 
     def explore_less(self):
-        """Brings the share of random actions up to date with self.step. Returns what is
-        left of those beyond an episode's own."""
-        left = max(0, 1 - self.step / max(1, self.flags.exploration_steps))
+        """Brings the share of random actions up to date with what was learned from.
+        Returns what is left of those beyond an episode's own."""
+        flags = self.flags
+        learned = self.updates * flags.unroll_length * flags.batch_size  # Steps.
+        left = max(0, 1 - learned / max(1, flags.exploration_steps))
         left = min(left, self._most_random)
         self.net.exploration.fill_(left)
         return left
@@ -121,4 +123,5 @@ class QAgent(agents.Agent):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         # With a larger --total_steps, a run that goes on does not begin anew.
-        self._most_random = float(self.net.exploration)
+        if not is_given(self.flags, "exploration_steps"):
+            self._most_random = float(self.net.exploration)
