@@ -21,7 +21,7 @@ import argparse
 
 import torch
 
-from torchbeast import agents, q_learning, ranks, replay, targets
+from torchbeast import agents, normalization, q_learning, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
 from torchbeast.flags import number
 from torchbeast.gradients import means, set_gradients
@@ -131,7 +131,6 @@ class Agent(QAgent):
     """Learns Q-values, in learn(), from samples of what it has seen."""
 
     counters = *QAgent.counters, "gradient_steps"
-    most_observations_grow = 1  # With more, CartPole's return falls at times.
 
     def __init__(self, flags, observation_space, action_space):
         super().__init__(flags, observation_space, action_space)
@@ -141,6 +140,7 @@ class Agent(QAgent):
         """Returns {flag: default} for flags that were not given."""
         chosen = dict(
             exploration=(0.01, 0.01), n_step=3, replay_batch_size=64,
+            normalize_observations=normalization.has_large_numbers(observation_space),
             exploration_steps=q_learning.exploration_steps(self.flags, 1 / 30, 10_000),
         )  # fmt: skip
         if self.flags.use_lstm:

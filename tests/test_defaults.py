@@ -64,7 +64,7 @@ def test_rewards_are_clipped_on_atari_alone(space):
     assert flags.reward_clipping == "none" and flags.normalize_rewards
 
 
-@pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "r2d2", "sac", "td3"])
+@pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "sac", "td3"])
 @pytest.mark.parametrize(
     ("space", "normalized"),
     [
@@ -75,7 +75,7 @@ def test_rewards_are_clipped_on_atari_alone(space):
         (spaces.Dict(camera=IMAGE, gear=CHOICES), False),
     ],
 )
-def test_every_agent_normalizes_observations_with_numbers(agent, space, normalized):
+def test_agents_but_r2d2_normalize_observations_with_numbers(agent, space, normalized):
     """Beside an image, too: IMPALA learned nothing of 1,000 to 1,003, and SAC's critics
     nothing from pixels' coordinates."""
     flags = monobeast.program_parser(agent).parse_args(["--env", OTHER])
@@ -110,6 +110,27 @@ def test_ppo_sees_small_images_with_a_small_net():
 
 def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
     assert ppo_flags_of(OTHER, NUMBERS, action_space=BOX).entropy_cost == 0
+
+
+@pytest.mark.parametrize(
+    ("high", "dtype", "normalized"),
+    [
+        (512, np.float32, True),
+        (30, np.float32, False),  # Acrobot's.
+        (3e38, np.float32, False),  # It says nothing.
+        (np.inf, np.float32, False),
+        (512, np.int64, False),  # Networks get logarithms.
+    ],
+)
+def test_r2d2_normalizes_numbers_that_may_be_large(high, dtype, normalized):
+    low = -high if dtype == np.float32 else 0
+    part = spaces.Box(low, high, (2,), dtype)
+    parser = monobeast.program_parser("r2d2")
+    for space in part, spaces.Dict(x=spaces.Tuple([BOX, part])):
+        flags = parser.parse_args(["--env", OTHER, "--num_actors", "0"])
+        monobeast.set_defaults(flags)
+        load_agent("r2d2").Agent(flags, space, CHOICES)
+        assert flags.normalize_observations == normalized
 
 
 @pytest.mark.parametrize("clipping", ["abs_one", "none"])

@@ -474,18 +474,6 @@ def test_steps_without_learning_do_not_end_exploration():
     assert agent.net.exploration == 0.75
 
 
-def test_observations_are_made_smaller_and_not_larger():
-    agent = r2d2.Agent(parse(), spaces.Box(-9, 9, (2,)), spaces.Discrete(2))
-    seen, x = [], torch.randn(1000, 2) * torch.tensor([0.01, 100])
-    encoder = agent.net.encoder
-    encoder.update(x)
-    encoder.encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    encoder(x)
-    torch.testing.assert_close(
-        seen[0].std(0), torch.tensor([0.01, 1]), rtol=0.2, atol=0
-    )
-
-
 def test_a_run_that_goes_on_for_longer_does_not_explore_anew():
     agent, acted = make_agent("--exploration_steps", 4 * B * T)
     for _ in range(3):

@@ -45,9 +45,9 @@ def add_network_flags(group, net):
     group.add_argument("--normalize_observations",
                        action=argparse.BooleanOptionalAction,
                        help="subtract the running mean of observations that are "
-                       "numbers, and divide by their standard deviation; r2d2 only by "
-                       "one above 1 (default: where there are no images, or real "
-                       "numbers beside them)")
+                       "numbers, and divide by their standard deviation (default: "
+                       "where there are no images, or real numbers beside them; r2d2: "
+                       "where real numbers may be large)")
     # fmt: on
 
 
@@ -133,8 +133,7 @@ class Agent:
     images_on_gpu: dict[str, int] = {}
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
     layer_norm = False  # Whether each layer of the encoder is normalised.
-    # What --normalize_observations and --normalize_rewards multiply by at the most.
-    most_observations_grow = most_rewards_grow = math.inf
+    most_rewards_grow = math.inf  # What --normalize_rewards multiplies them by at most.
     burn_in = 0
     counters = "step", "updates"
 
@@ -207,8 +206,7 @@ class Agent:
             before = getattr(self, "net", None)
             statistics = None if before is None else before.encoder.statistics
             space = self.observation_space
-            most = self.most_observations_grow
-            net.encoder = NormalizedEncoder(space, net.encoder, statistics, most)
+            net.encoder = NormalizedEncoder(space, net.encoder, statistics)
         return net
 
     def initial_state(self, batch_size):

@@ -8,6 +8,7 @@ today's.
 
 import math
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -20,15 +21,17 @@ from vtrace import discounted_sums
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
 EPSILON = 1e-8  # Added to a variance.
 LARGEST = 1e100  # Its square is a number.
+# Bounds between these are of numbers in units that networks do not like, such as
+# pixels. (Larger ones are mostly none.)
+LARGE_BOUNDS = 100, 1e6
 
 
 class RunningStatistics(nn.Module):
     """The mean and variance, of this shape, of all x so far: mean 0 and variance 1 at
-    first. most: what x is multiplied by at the most."""
+    first."""
 
-    def __init__(self, shape=(), device=None, most=math.inf):
+    def __init__(self, shape=(), device=None):
         super().__init__()
-        self.most = most
         kwargs = dict(dtype=torch.float64, device=device)
         self.register_buffer("count", torch.zeros((), **kwargs))
         self.register_buffer("mean", torch.zeros(shape, **kwargs))
@@ -60,8 +63,7 @@ class RunningStatistics(nn.Module):
         self.count.copy_(total.max())
 
     def scale(self):
-        scale = (self.variance + EPSILON).rsqrt()
-        return scale.clamp(max=self.most) if self.most < math.inf else scale
+        return (self.variance + EPSILON).rsqrt()
 
     def forward(self, x):
         """Returns x [N, *shape] normalised, float32."""
@@ -76,10 +78,10 @@ def sum_of_ranks(x):
 class NormalizedEncoder(nn.Module):
     """An encoder of normalised observations. Images and choices stay as they are.
 
-    statistics: another one's, to share. most: as RunningStatistics has it.
+    statistics: another one's, to share.
     """
 
-    def __init__(self, space, encoder, statistics=None, most=math.inf):
+    def __init__(self, space, encoder, statistics=None):
         super().__init__()
         self.encoder = encoder
         self.out_features = encoder.out_features
@@ -87,9 +89,7 @@ class NormalizedEncoder(nn.Module):
         if statistics is None:
             parts = []  # Those of the space that are normalised.
             self._map(parts.append, space)
-            statistics = nn.ModuleList(
-                RunningStatistics(x.shape, most=most) for x in parts
-            )
+            statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
         self.statistics = statistics
 
     def forward(self, observation):
@@ -135,6 +135,14 @@ def has_numbers(space):
     return not has_images(space) or bool(real_numbers(space))
 
 
+def has_large_numbers(space):
+    """Tells whether a space has real numbers that may be large. (Networks get the
+    logarithms of integers that may be.)"""
+    least, none = LARGE_BOUNDS
+    bounds = [np.abs([x.low, x.high]) for x in real_numbers(space)]
+    return any(((least < x) & (x < none)).any() for x in bounds)
+
+
 class NormalizedRewards(nn.Module):
     """Divides rewards by the running standard deviation of the discounted return
     g_t = r_t + discount * g_{t-1}, 0 where an episode begins (Engstrom et al.,
@@ -146,8 +154,8 @@ class NormalizedRewards(nn.Module):
 
     def __init__(self, discount, most=math.inf):
         super().__init__()
-        self.discount = discount
-        self.statistics = RunningStatistics(most=most)
+        self.discount, self.most = discount, most
+        self.statistics = RunningStatistics()
 
     def initial_state(self, batch_size):
         # In double precision, as rewards may be anything.
@@ -170,4 +178,7 @@ class NormalizedRewards(nn.Module):
         self.statistics.update(returns, rollouts.real(batch))
 
     def forward(self, rewards):
-        return (rewards * self.statistics.scale()).clamp(-LIMIT, LIMIT).float()
+        scale = self.statistics.scale()
+        if self.most < math.inf:
+            scale = scale.clamp(max=self.most)
+        return (rewards * scale).clamp(-LIMIT, LIMIT).float()
