@@ -280,13 +280,13 @@ def test_a_learner_learns_as_often_as_the_ratio_says_and_copies_its_target():
     agent, acted = make_agent("--replay_ratio", 2, "--target_interval", 63)
     steps = 0
     for i in range(1, 9):
-        before = copy.deepcopy(dict(agent.target_net.named_parameters()))
+        before = copy.deepcopy(agent.target_net.state_dict())
         statistics = agent.learn(next(acted))
         assert agent.gradient_steps == i * B * 2 // 6  # Rollouts new and learned from.
         copied = agent.gradient_steps // 3 > steps // 3
         steps = agent.gradient_steps
         same = all(
-            torch.equal(x, before[k]) for k, x in agent.target_net.named_parameters()
+            torch.equal(x, before[k]) for k, x in agent.target_net.state_dict().items()
         )
         assert same != copied
     assert statistics["replay_ratio"] == pytest.approx(2, rel=0.1)
@@ -478,7 +478,7 @@ def test_a_run_that_goes_on_for_longer_does_not_explore_anew():
     agent, acted = make_agent("--exploration_steps", 4 * B * T)
     for _ in range(3):
         agent.learn(next(acted))
-    longer, acted = make_agent("--exploration_steps", 400 * B * T)
+    longer, _ = make_agent("--exploration_steps", 400 * B * T)
     longer.load_state_dict(agent.state_dict())
     assert longer.explore_less() == longer.net.exploration == 0.25
 

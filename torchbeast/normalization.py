@@ -129,15 +129,15 @@ def real_numbers(space):
 
 
 def has_numbers(space):
-    """Tells whether agents normalise the observations of a space by default: it has no
-    images, or real numbers beside them. (Integers beside an image may be codes, such as
-    letters'.)"""
+    """Tells whether agents but R2D2 normalise the observations of a space by default:
+    it has no images, or real numbers beside them. (Integers beside an image may be
+    codes, such as letters'.)"""
     return not has_images(space) or bool(real_numbers(space))
 
 
 def has_large_numbers(space):
-    """Tells whether a space has real numbers that may be large. (Networks get the
-    logarithms of integers that may be.)"""
+    """Tells whether a space has real numbers that may be large, for R2D2. (Networks get
+    the logarithms of integers that may be.)"""
     least, none = LARGE_BOUNDS
     bounds = [np.abs([x.low, x.high]) for x in real_numbers(space)]
     return any(((least < x) & (x < none)).any() for x in bounds)
