@@ -139,7 +139,7 @@ def test_only_numbers_are_normalized():
         "pair": (torch.ones(5, dtype=torch.int64), torch.randn(5, 2) + 50),
         "bytes": torch.arange(20, dtype=torch.uint8).view(5, 4),
     }
-    encoder.update(observation)
+    encoder.update(encoder.numbers(observation))
     encoder(observation)
     for got, expected in (
         (seen[0]["image"], observation["image"]),
@@ -227,6 +227,7 @@ def test_each_observation_of_an_episode_is_taken_in_once(one_episode, T):
     flags = parse(*OBSERVATIONS, *one_episode, "--unroll_length", T)
     env = environment.Environment([Echo() for _ in range(4)])
     agent = polybeast.Agent(flags, env.observation_space, env.action_space)
+    agent.start_learning(torch.device("cpu"))
     acted = acted_batches(*make_actor(flags, env, agent=agent))
     for batch in itertools.islice(acted, 100):
         agent.update_statistics(batch)

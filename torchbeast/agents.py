@@ -293,11 +293,23 @@ class Agent:
     def update_statistics(self, batch):
         """Takes the batch into the statistics that observations and rewards are
         normalised by."""
-        if isinstance(getattr(self.net, "encoder", None), NormalizedEncoder):
-            counted = rollouts.new(batch, self.burn_in)
-            self.net.encoder.update(batch["observation"], counted)
+        names = "reward", "done", "mask"
+        read = {name: batch[name] for name in names if name in batch}
+        encoder = getattr(self.net, "encoder", None)
+        if isinstance(encoder, NormalizedEncoder):
+            read["numbers"] = encoder.numbers(batch["observation"])
         if self.normalized_rewards is not None:
-            self.normalized_rewards.update(batch, batch["core_state"][1])
+            read["returns"] = batch["core_state"][1]
+        if "numbers" in read or "returns" in read:
+            self.graphs.of(self._take_in, read)()
+
+    def _take_in(self, batch):
+        if "numbers" in batch:
+            counted = rollouts.new(batch, self.burn_in)
+            self.net.encoder.update(batch["numbers"], counted)
+        if "returns" in batch:
+            self.normalized_rewards.update(batch, batch["returns"])
+        return {}
 
     def state_dict(self):
         """Returns all that a checkpoint needs, in types that torch.load(weights_only)

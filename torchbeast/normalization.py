@@ -87,8 +87,7 @@ class NormalizedEncoder(nn.Module):
         self.out_features = encoder.out_features
         self._normalized = are_numbers(space)
         if statistics is None:
-            parts = []  # Those of the space that are normalised.
-            self._map(parts.append, space)
+            parts = self.numbers(space)
             statistics = nn.ModuleList(RunningStatistics(x.shape) for x in parts)
         self.statistics = statistics
 
@@ -96,10 +95,16 @@ class NormalizedEncoder(nn.Module):
         statistics = iter(self.statistics)
         return self.encoder(self._map(lambda x: next(statistics)(x), observation))
 
-    def update(self, observation, counted=None):
-        """Takes in observations, as RunningStatistics.update() does."""
-        statistics = iter(self.statistics)
-        self._map(lambda x: next(statistics).update(x, counted), observation)
+    def numbers(self, observation):
+        """Returns the parts of observations that are normalised."""
+        parts = []
+        self._map(parts.append, observation)
+        return tuple(parts)
+
+    def update(self, numbers, counted=None):
+        """Takes in numbers(), as RunningStatistics.update() does."""
+        for statistics, x in zip(self.statistics, numbers, strict=True):
+            statistics.update(x, counted)
 
     def _map(self, fn, observation):
         return self._walk(fn, self._normalized, observation)
