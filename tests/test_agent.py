@@ -3,6 +3,7 @@ weights, one update.
 """
 
 import copy
+import functools
 import itertools
 import threading
 import types
@@ -17,13 +18,17 @@ from torch import nn
 
 import monobeast
 import polybeast
+import r2d2
 from tests import envs
 from tests.faulty_envs import Nested
 from tests.programs import main, read_logs
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
+from torchbeast.encoders import VectorEncoder
 from torchbeast.flags import parse_args
 from torchbeast.nests import leaves, map_structure
+from torchbeast.networks import ActorCritic
 
+R2D2 = functools.partial(r2d2.Net, num_quantiles=1, rescaled=False)
 T, B = 5, 4
 CPU = torch.device("cpu")
 
@@ -131,6 +136,24 @@ def test_net_takes_any_space_and_ends_in_logits_and_baseline(
     actor.agent.start_learning(CPU)
     stats = actor.agent.learn(batch)
     assert all(np.isfinite(float(x)) for x in stats.values())
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+@pytest.mark.parametrize("net", [ActorCritic, R2D2])
+def test_a_network_grows_with_the_number_of_actions_not_with_its_square(net, use_lstm):
+    def parameters(num_actions):
+        made = net(VectorEncoder(3), spaces.Discrete(num_actions), use_lstm=use_lstm)
+        step = {
+            "observation": torch.zeros(2, 1, 3),
+            "reward": torch.zeros(2, 1),
+            "done": torch.zeros(2, 1, dtype=torch.bool),
+            "last_action": torch.tensor([[0], [num_actions - 1]]),
+        }
+        outputs, _ = made(step, made.initial_state(1))
+        assert not torch.equal(*next(iter(outputs.values())))  # They read the action.
+        return sum(x.numel() for x in made.parameters())
+
+    assert parameters(2000) < 2 * parameters(1000)
 
 
 def test_impossible_choices_of_an_action_are_never_taken():

@@ -1,5 +1,7 @@
 """Which environments are made by their ids, and which are refused."""
 
+import functools
+
 import gymnasium
 import numpy as np
 import pytest
@@ -72,8 +74,18 @@ def test_unknown_id_comes_with_close_ones(env_id, close):
 
 
 def test_unknown_id_that_is_close_to_none_comes_without():
-    with pytest.raises(ValueError, match="^unknown environment '0123456789'$"):
+    with pytest.raises(ValueError) as error:
         environment.make("0123456789")
+    text = "unknown environment '0123456789' (of another package: MODULE:0123456789)"
+    assert str(error.value) == text
+
+
+def test_ids_of_a_module_are_also_those_that_a_function_of_its_makes(monkeypatch):
+    make = functools.partial(envs.Counter)
+    spec = gymnasium.envs.registration.EnvSpec("far/Walker-v0", entry_point=make)
+    monkeypatch.setitem(gymnasium.registry, "far/Walker-v0", spec)
+    with pytest.raises(ValueError, match="did you mean tests.envs:far/Walker-v0"):
+        environment.make("tests.envs:far/Walk")
 
 
 def raises(error):

@@ -118,6 +118,13 @@ def test_the_largest_rewards_become_numbers():
     assert normalized(batch["reward"]).isfinite().all()
 
 
+def test_bools_are_numbers():
+    statistics = RunningStatistics((2,))
+    x = torch.tensor([[True, False], [False, False]])
+    statistics.update(x)
+    np.testing.assert_allclose(statistics(x), [[1, 0], [-1, 0]], rtol=1e-6)
+
+
 def test_only_numbers_are_normalized():
     space = spaces.Dict(
         image=spaces.Box(0, 255, (16, 16, 3), np.uint8),

@@ -490,7 +490,8 @@ def test_a_run_that_goes_on_for_longer_does_not_explore_anew():
     "space", [spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 3])], ids=str
 )
 def test_actions_that_are_not_discrete_are_refused_by_name(space):
-    with pytest.raises(BadInput, match="needs a Discrete action space, the environm"):
+    match = "needs a Discrete action space, .*: use --agent polybeast or ppo$"
+    with pytest.raises(BadInput, match=match):
         r2d2.Agent(parse(), spaces.Box(-1, 1, (3,)), space)
 
 

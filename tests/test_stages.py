@@ -59,6 +59,12 @@ def test_a_small_network_is_to_be_called_for_more_environments_at_a_time(
     assert "GPU" in line and flag not in line and "--resize" not in line
 
 
+def test_a_network_of_many_parameters_is_not_small():
+    wide = make_encoder(spaces.Box(-1, 1, (4,), np.float32), hidden_sizes=[1024, 1024])
+    line = hint("monobeast", wide, "rollout_queue")
+    assert line == "learning: a GPU (--learner_device cuda), or a smaller network"
+
+
 def test_what_learns_from_a_small_network_too_often_is_told_of_fewer_updates():
     assert "--batch_size" in hint("monobeast", SMALL, "rollout_queue")
     for program in ("monobeast", "polybeast"):
@@ -81,6 +87,15 @@ def test_the_longest_stage_is_named():
     line = hint("polybeast", ATARI, "rollout_queue", update=0.1)
     assert not line.startswith("learning: ")
     assert hint("monobeast", ATARI, "environment_wait").startswith("environments: ")
+    # If the learner never waits, it is what all wait for.
+    line = hint("monobeast", ATARI, "environment_wait", update=19.0)
+    assert line.startswith("learning: ")
+    # Where acting waits for updates, either may take longer.
+    waiting = {"async": False}
+    line = hint("monobeast", ATARI, "rollout_queue", update=1.0, **waiting)
+    assert line.startswith("learning: ")
+    line = hint("monobeast", ATARI, "environment_wait", update=19.0, **waiting)
+    assert line.startswith("environments: ")
     # All in one thread: that one core of many is busy says nothing.
     serial = dict(program="monobeast", net=ATARI, busy=1000.0, num_actors=0)
     assert hint(longest="inference", update=8.0, **serial).startswith("inference: ")

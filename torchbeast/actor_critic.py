@@ -105,7 +105,7 @@ class ReplayAgent(agents.Agent):
         if not is_continuous(action_space):
             raise BadInput(
                 f"--agent {flags.agent} needs an action space of Boxes, the "
-                f"environment has {action_space}: use polybeast, ppo, pqn or r2d2"
+                f"environment has {action_space}: use --agent polybeast or ppo"
             )
         super().__init__(flags, observation_space, action_space)
         self.net.uniform.fill_(flags.replay_start > 0)

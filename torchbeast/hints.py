@@ -13,7 +13,8 @@ from gymnasium.envs.registration import load_env_creator
 
 def close(env_id):
     """Returns a question with the IDs that are close to one that there is not, or says
-    that none is, if a module was named: then these are its own, if it has any."""
+    that none is, if a module was named: then these are its own, if it has any. Else it
+    tells how to name one."""
     module, colon, name = env_id.rpartition(":")
     package, ids = module.partition(".")[0], gymnasium.registry
     own = [i for i, x in ids.items() if _package(x) == package] if package else []
@@ -26,11 +27,13 @@ def close(env_id):
     found = dict.fromkeys(f"{module}{colon}{by_lower[x]}" for x in found)
     if package and not found:
         return f": {module} registers none like it"
-    return f": did you mean {', '.join(found)}?" if found else ""
+    text = f": did you mean {', '.join(found)}?" if found else ""
+    return text if package else f"{text} (of another package: MODULE:{env_id})"
 
 
 def _package(spec):
     entry_point = spec.entry_point
+    entry_point = getattr(entry_point, "func", entry_point)  # Of a functools.partial.
     if not isinstance(entry_point, str):
         entry_point = getattr(entry_point, "__module__", None) or ""
     return re.split("[.:]", entry_point)[0]

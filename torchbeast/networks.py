@@ -7,6 +7,9 @@ from torchbeast import distributions
 from torchbeast.encoders import initialize
 from torchbeast.nests import map_structure
 
+# Heads that read more numbers of the last action would be mostly that.
+LARGE_ACTION = 256
+
 
 class Network(nn.Module):
     """An encoder, an LSTM if one is wanted, and the heads that make_heads() makes, and
@@ -19,7 +22,8 @@ class Network(nn.Module):
     encoder:  a module, observations [N, ...] -> [N, encoder.out_features]; of two
               (encoders.TwoEncoders) the second one's features are value_heads()'s
     feedback: the heads, or the LSTM, read the last action, one-hot, and the last
-              reward, clipped to +-1 (IMPALA, arXiv 1802.01561, figure 3)
+              reward, clipped to +-1 (IMPALA, arXiv 1802.01561, figure 3); of an
+              action of more than LARGE_ACTION numbers they read so many of a layer
     """
 
     def __init__(self, encoder, action_space, use_lstm=False, feedback=True):
@@ -27,9 +31,13 @@ class Network(nn.Module):
         self.distribution = distributions.make(action_space)
         self.encoder = encoder
         self.feedback = feedback
-        num_features = encoder.out_features
+        num_features, size = encoder.out_features, self.distribution.num_features
+        self.last_action = None
+        if feedback and size > LARGE_ACTION:
+            self.last_action = nn.Linear(size, LARGE_ACTION, bias=False)
+            nn.init.normal_(self.last_action.weight, std=LARGE_ACTION**-0.5)
         if feedback:
-            num_features += self.distribution.num_features + 1
+            num_features += min(size, LARGE_ACTION) + 1
         self.core = None
         if use_lstm:
             self.core = LSTM(num_features)
@@ -58,6 +66,8 @@ class Network(nn.Module):
         x = x if isinstance(x, tuple) else (x,)
         if self.feedback:
             last_action = self.distribution.features(step["last_action"]).flatten(0, 1)
+            if self.last_action is not None:
+                last_action = self.last_action(last_action)
             last_reward = step["reward"].clamp(-1, 1).reshape(T * B, 1)
             x = [torch.cat([y, last_action, last_reward], dim=1) for y in x]
         x, x_of_values = x[0], x[-1]

@@ -67,7 +67,8 @@ class RunningStatistics(nn.Module):
 
     def forward(self, x):
         """Returns x [N, *shape] normalised, float32."""
-        return ((x - self.mean) * self.scale()).clamp(-LIMIT, LIMIT).float()
+        x = (x.double() - self.mean) * self.scale()  # Of bools, too.
+        return x.clamp(-LIMIT, LIMIT).float()
 
 
 def sum_of_ranks(x):

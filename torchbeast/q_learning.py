@@ -69,9 +69,8 @@ class QAgent(agents.Agent):
     def __init__(self, flags, observation_space, action_space):
         if not isinstance(action_space, spaces.Discrete):
             need = "needs a Discrete action space, the environment has"
-            raise BadInput(
-                f"--agent {flags.agent} {need} {action_space}: use --agent ppo or sac"
-            )
+            use = "use --agent polybeast or ppo"
+            raise BadInput(f"--agent {flags.agent} {need} {action_space}: {use}")
         super().__init__(flags, observation_space, action_space)
         self.net.exploration.fill_(flags.exploration_steps > 0)
         self._most_random = 1.0

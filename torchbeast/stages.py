@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from torchbeast.encoders import large_images
+from torchbeast.flags import synchronous
 from torchbeast.images import RESIZED
 from torchbeast.machine import num_cores
 
@@ -35,6 +36,7 @@ REMEDIES = {
         "environments on other machines, --learner_device cuda learns on a GPU",
     },
 }
+SMALL = 1_000_000  # Parameters of a network whose arithmetic is nothing.
 TOGETHER = {"polybeast": "envs_per_server", "monobeast": "envs_per_actor"}
 
 
@@ -100,8 +102,12 @@ def slowest(run, seconds, result):
         result = seconds
         learning = seconds["update"]
     else:
-        # Learning is not what streams wait for if the learner waits for them.
-        learning = result.get("rollout_queue", 0) * (result["update"] > 0.6)
+        learning = result.get("rollout_queue", 0)
+        if not synchronous(run.flags):
+            # It is not what streams wait for if the learner waits for them, and it is,
+            # however long they take, if that never waits.
+            learning *= result["update"] > 0.6
+            learning = max(learning, result["update"] > 0.9)
     names = "environment_wait", "inference_queue", "inference"
     times = {name: result[name] for name in names if name in result}
     times["learning"] = learning
@@ -117,8 +123,9 @@ def remedy(stage, program, flags, net):
         name, height, width = large[0]
         return f"{what}: --resize {RESIZED}, as {name} is {height} x {width}; {others}"
     small = not any(isinstance(module, nn.Conv2d) for module in net.modules())
+    small = small and sum(x.numel() for x in net.parameters()) < SMALL
     if small and stage not in ("inference_queue", "environment_wait"):
-        # Its arithmetic is nothing beside what each call of it costs; in PolyBeast
+        # Its arithmetic is nothing beside what each call of it costs. In PolyBeast
         # those for inference and those for learning wait for each other's GIL.
         if stage == "learning" and hasattr(flags, "replay_ratio"):
             return f"{what}: fewer gradient steps (--replay_ratio)"
