@@ -42,8 +42,8 @@ PRESETS = {
 
 # Flags that defaults() chooses.
 BY_ENVIRONMENT = (
-    "net", "reward_clipping", "normalize_rewards", "q_lambda", "num_minibatches",
-    "learning_rate", "grad_norm_clipping",
+    "net", "reward_clipping", "normalize_rewards", "num_minibatches", "learning_rate",
+    "grad_norm_clipping",
 )  # fmt: skip
 
 
@@ -65,9 +65,10 @@ def parser():
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, None, normalized=True)
-    g.add_argument("--q_lambda", type=number(float, 0, 1), metavar="LAMBDA",
-                   help="weight of later steps in the targets; 0: only the next step's "
-                   "value, 1: all rewards of the rollout")
+    g.add_argument("--q_lambda", type=number(float, 0, 1), default=0.65,
+                   metavar="LAMBDA", help="weight of later steps in the targets; 0: "
+                   "only the next step's value, 1: all rewards of the rollout "
+                   "(default: %(default)s)")
     agents.add_async_flag(g, True)
 
     g = p.add_argument_group("optimizer (RAdam)")
@@ -110,16 +111,13 @@ class Agent(QAgent):
         chosen = {
             "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
             **agents.reward_defaults(flags, is_atari(flags.env)),
-            "q_lambda": 0.65,
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
         }
         size = 64  # Steps of a minibatch.
-        if side is None:
-            chosen["q_lambda"] = 0.95
-        elif side < 20:
+        if side is not None and side < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
-        else:
+        elif side is not None:
             chosen["net"], size = "nature", 256
         num = flags.unroll_length * num_rollouts // size
         num = min(max(1, num), MAX_MINIBATCHES)

@@ -283,7 +283,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert atari.reward_clipping == "abs_one"
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
-    assert atari.learning_rate == 2.5e-4 and atari.q_lambda == 0.65
+    assert atari.learning_rate == 2.5e-4
     for steps, exploring in (1e7, 1e6), (300_000, 50_000), (100, 50):
         flags = flags_of(OTHER, NUMBERS, "--total_steps", f"{steps:.0f}")
         assert flags.exploration_steps == exploring
