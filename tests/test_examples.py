@@ -239,8 +239,8 @@ def test_rnd_as_a_file_of_a_users_own_needs_no_other(tmp_path, savedir, monkeypa
     assert "bonus" in trains(savedir, *flags, module="monobeast")[0]
 
 
-@pytest.mark.parametrize("context", [3, 20])
-def test_attention_gives_what_it_gave_step_by_step(context):
+@pytest.mark.parametrize(("context", "num_actions"), [(3, 2), (20, 300)])
+def test_attention_gives_what_it_gave_step_by_step(context, num_actions):
     """From the state a rollout begins with; nothing of other episodes is seen."""
     name = "examples.attention.agent"
     argv = ["--agent", name, "--num_actors", "0", "--unroll_length", "7"]
@@ -249,7 +249,15 @@ def test_attention_gives_what_it_gave_step_by_step(context):
     )
     monobeast.set_defaults(flags)
     flags.precision = "float32"
-    env = environment.Environment([gymnasium.make("CartPole-v1") for _ in range(3)])
+    space = gymnasium.spaces.Discrete(num_actions)
+    env = environment.Environment(
+        [
+            gymnasium.wrappers.TransformAction(
+                gymnasium.make("CartPole-v1"), lambda action: action % 2, space
+            )
+            for _ in range(3)
+        ]
+    )
     agent = make_agent(flags, env)
     for parameter in agent.net.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -186,6 +186,14 @@ def test_of_batches_of_many_shapes_only_the_first_are_captured(own):
             assert own.of(step, torch.ones(n, device="cuda:0"))().item() == n
     called = [calls.count(n + 1) for n in range(graphs.MAX_SHAPES + 1)]
     assert called == [*[graphs.WARM_UP + 1] * graphs.MAX_SHAPES, graphs.WARM_UP + 3]
+    calls.clear()
+
+    def another(batch):
+        return step(batch)
+
+    for _ in range(graphs.WARM_UP + 3):  # Of another function they are not too many.
+        own.of(another, torch.ones(1, device="cuda:0"))()
+    assert len(calls) == graphs.WARM_UP + 1
 
 
 def test_nobody_acts_while_a_step_is_launched(own, tmp_path):

@@ -143,6 +143,10 @@ def test_what_is_large():
     assert large_image(spaces.Discrete(200)) is None
 
 
+def test_bools_are_images_too():
+    assert image_shape(box(20, 20, high=1, dtype=bool)) == ((0, 1), (20, 20, 1))
+
+
 def test_environments_on_the_device_are_not_resized():
     for flags in (["--resize", 84], ["--observation_layout", "HWC"]):
         for module in ("warpbeast", "monobeast"):

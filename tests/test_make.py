@@ -76,8 +76,8 @@ def test_unknown_id_comes_with_close_ones(env_id, close):
 def test_unknown_id_that_is_close_to_none_comes_without():
     with pytest.raises(ValueError) as error:
         environment.make("0123456789")
-    text = "unknown environment '0123456789' (of another package: MODULE:0123456789)"
-    assert str(error.value) == text
+    elsewhere = "(if another package has it: MODULE:0123456789)"
+    assert str(error.value) == f"unknown environment '0123456789' {elsewhere}"
 
 
 def test_ids_of_a_module_are_also_those_that_a_function_of_its_makes(monkeypatch):

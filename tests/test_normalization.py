@@ -146,7 +146,7 @@ def test_only_numbers_are_normalized():
         "pair": (torch.ones(5, dtype=torch.int64), torch.randn(5, 2) + 50),
         "bytes": torch.arange(20, dtype=torch.uint8).view(5, 4),
     }
-    encoder.update(encoder.numbers(observation))
+    encoder.take_in(encoder.numbers(observation))
     encoder(observation)
     for got, expected in (
         (seen[0]["image"], observation["image"]),

@@ -118,7 +118,7 @@ class Agent:
                   process that acts makes an agent of its own.
     burn_in       K: rollouts begin K steps earlier, for the recurrent state alone.
     optimizer     None, but for the agent that was told to start_learning().
-    graphs        of its gradient steps: graphs.Graphs. Only the learner's has it.
+    graphs        of what learn() does: graphs.Graphs. Only the learner's has it.
     step, updates agent steps and batches that were learned from.
     counters      names of these, and of what else a subclass counts, in checkpoints.
     learned       {name: what else is learned, with state_dict() and load_state_dict()},
@@ -300,13 +300,13 @@ class Agent:
             read["numbers"] = encoder.numbers(batch["observation"])
         if self.normalized_rewards is not None:
             read["returns"] = batch["core_state"][1]
-        if "numbers" in read or "returns" in read:
+        if read.get("numbers") or "returns" in read:
             self.graphs.of(self._take_in, read)()
 
     def _take_in(self, batch):
         if "numbers" in batch:
             counted = rollouts.new(batch, self.burn_in)
-            self.net.encoder.update(batch["numbers"], counted)
+            self.net.encoder.take_in(batch["numbers"], counted)
         if "returns" in batch:
             self.normalized_rewards.update(batch, batch["returns"])
         return {}

@@ -23,7 +23,7 @@ from torchbeast.messages import BadInput, Stop, first_line
 from torchbeast.nests import leaves, map_structure
 
 WARM_UP = 3  # Each thread's calls before one is captured: libraries get ready in them.
-MAX_SHAPES = 8  # Batches of further shapes come too rarely to be captured.
+MAX_SHAPES = 8  # A function's batches of further shapes come too rarely.
 # Gradient steps after which one is captured anew: so many old are Python's numbers.
 MAX_REPLAYS = 1000
 
@@ -38,7 +38,8 @@ def not_capturing(flags, device):
 
 
 class Graphs:
-    """The graphs of an agent's gradient steps. Raises BadInput if there can be none."""
+    """The graphs of what an agent's learn() does. Raises BadInput if there can be
+    none."""
 
     def __init__(self, flags, device, optimizer):
         self._stream, self._batches, self._steps = None, {}, {}
@@ -58,7 +59,8 @@ class Graphs:
         """Returns step(*others), for this batch. It is a nest of tensors on the GPU, as
         the step's result is; others may be constants, too."""
         key = gradient_step.__qualname__, _shapes(batch)
-        if self._stream is None or len({*self._batches, key}) > MAX_SHAPES:
+        own = {k for k in (*self._batches, key) if k[0] == key[0]}
+        if self._stream is None or len(own) > MAX_SHAPES:
             return functools.partial(gradient_step, batch)
         if key not in self._batches:
             self._batches[key] = map_structure(_copy, batch)

@@ -28,7 +28,7 @@ def close(env_id):
     if package and not found:
         return f": {module} registers none like it"
     text = f": did you mean {', '.join(found)}?" if found else ""
-    return text if package else f"{text} (of another package: MODULE:{env_id})"
+    return text if package else f"{text} (if another package has it: MODULE:{env_id})"
 
 
 def _package(spec):

@@ -53,7 +53,8 @@ def image_shape(space):
         order = (0, 1)
         if layout is None:
             least = MIN_SIDE_WITHOUT_CHANNELS
-            if not space.is_bounded() or np.ptp(space.low) or np.ptp(space.high):
+            bounds = 1.0 * space.low, 1.0 * space.high  # Of bools, too.
+            if not space.is_bounded() or any(map(np.ptp, bounds)):
                 return None
     elif len(shape) in (3, 4):
         first = channels_first(*shape[-3:]) if layout is None else layout == "CHW"

@@ -38,11 +38,9 @@ class Network(nn.Module):
             nn.init.normal_(self.last_action.weight, std=LARGE_ACTION**-0.5)
         if feedback:
             num_features += min(size, LARGE_ACTION) + 1
-        self.core = None
-        if use_lstm:
-            self.core = LSTM(num_features)
-            num_features = self.core.hidden_size
-        self.make_heads(num_features)
+        self.num_features = num_features  # Of what memory, or the heads, read.
+        self.core = LSTM(num_features) if use_lstm else None
+        self.make_heads(self.core.hidden_size if use_lstm else num_features)
 
     def make_heads(self, num_features):
         raise NotImplementedError

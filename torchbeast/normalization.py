@@ -102,7 +102,7 @@ class NormalizedEncoder(nn.Module):
         self._map(parts.append, observation)
         return tuple(parts)
 
-    def update(self, numbers, counted=None):
+    def take_in(self, numbers, counted=None):
         """Takes in numbers(), as RunningStatistics.update() does."""
         for statistics, x in zip(self.statistics, numbers, strict=True):
             statistics.update(x, counted)

@@ -80,8 +80,7 @@ class Attention(nn.Module):
 class Net(polybeast.Net):
     def __init__(self, encoder, action_space, context):
         super().__init__(encoder, action_space)
-        num_features = encoder.out_features + self.distribution.num_features + 1
-        self.core = Attention(num_features, context)
+        self.core = Attention(self.num_features, context)
         self.make_heads(self.core.hidden_size)
 
 
