@@ -67,8 +67,8 @@ class RunningStatistics(nn.Module):
 
     def forward(self, x):
         """Returns x [N, *shape] normalised, float32."""
-        x = (x.double() - self.mean) * self.scale()  # Of bools, too.
-        return x.clamp(-LIMIT, LIMIT).float()
+        difference = torch.add(x, self.mean, alpha=-1)  # x may be bools.
+        return (difference * self.scale()).clamp(-LIMIT, LIMIT).float()
 
 
 def sum_of_ranks(x):
