@@ -58,11 +58,12 @@ class Graphs:
     def of(self, gradient_step, batch):
         """Returns step(*others), for this batch. It is a nest of tensors on the GPU, as
         the step's result is; others may be constants, too."""
-        key = gradient_step.__qualname__, _shapes(batch)
-        own = {k for k in (*self._batches, key) if k[0] == key[0]}
-        if self._stream is None or len(own) > MAX_SHAPES:
+        if self._stream is None:
             return functools.partial(gradient_step, batch)
+        key = gradient_step.__qualname__, _shapes(batch)
         if key not in self._batches:
+            if sum(name == key[0] for name, _ in self._batches) == MAX_SHAPES:
+                return functools.partial(gradient_step, batch)
             self._batches[key] = map_structure(_copy, batch)
         map_structure(_copy, batch, self._batches[key])
 
