@@ -330,6 +330,14 @@ def test_observations_become_arrays_as_the_space_declares_them(observation, vect
         (Returns(reward=None), "^reward is 'None', expected one number"),
         (Returns(reward=np.zeros(2)), r"^reward is '\[0. 0.\]', expected one number"),
         (Returns(reward=float("nan")), "^reward of environment 0 is nan"),
+        (
+            Returns(reward=1e39),
+            r"^reward of environment 0 is 1e\+39, expected a finite float32",
+        ),
+        (
+            Returns([0.0, -1e300], space=spaces.Box(-np.inf, np.inf, (2,), np.float64)),
+            r"^observation of environment 0 is -1e\+300, expected a finite float32",
+        ),
     ],
 )
 def test_what_is_not_as_the_spaces_declare_is_named(env, words):

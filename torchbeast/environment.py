@@ -298,8 +298,9 @@ class Environment:
         return self._step(observation, reward, done, terminated, truncated, end, action)
 
     def _step(self, observation, reward, done, terminated, truncated, end, action):
-        reward = np.where(done, 0, reward).astype(np.float32)
+        reward = np.where(done, 0, reward)
         check_finite(reward, "reward")
+        reward = reward.astype(np.float32)
         self._training_return += reward
         # Both at once is an end: nothing is bootstrapped.
         truncated = truncated & ~terminated

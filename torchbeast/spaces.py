@@ -105,11 +105,18 @@ def as_declared(x, dtype, shape, name):
 
 
 def check_finite(x, name):
-    """Raises BadStep that names the environment if a number of x [E, ...] is NaN or
-    infinite. The network would turn every number it computes from it into NaN."""
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
-        index = tuple(int(i) for i in np.argwhere(~np.isfinite(x))[0])
-        raise BadStep(f"{name} of environment {index[0]} is {x[index]}")
+    """Raises BadStep that names the environment if a number of x [E, ...] is NaN,
+    infinite, or too large for the float32 that the network makes of it. It would turn
+    every number it computes from it into NaN."""
+    if x.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(x.astype(np.float32, copy=False))
+    if not finite.all():
+        index = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise BadStep(
+            f"{name} of environment {index[0]} is {x[index]}, expected a finite float32"
+        )
 
 
 class Observations:
