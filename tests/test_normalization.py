@@ -118,6 +118,25 @@ def test_the_largest_rewards_become_numbers():
     assert normalized(batch["reward"]).isfinite().all()
 
 
+def test_of_nothing_the_variance_is_one():
+    statistics = RunningStatistics((2,))
+    x, none = torch.full((3, 1, 2), 7.0), torch.zeros(3, 1, dtype=torch.bool)
+    statistics.update(x, counted=none)
+    assert statistics.count == 0 and not statistics.mean.any()
+    assert torch.equal(statistics.variance, torch.ones(2, dtype=torch.float64))
+
+
+def test_where_an_episode_begins_no_return_is_counted():
+    # Episodes of one step, which is rewarded by 1 or -1.
+    normalized = NormalizedRewards(0.99)
+    done = torch.arange(9)[:, None] % 2 == 0
+    reward = torch.tensor([0, 1, 0, -1] * 2 + [0.0])[:, None]
+    batch = {"reward": reward, "done": done}
+    normalized.update(batch, normalized.initial_state(1))
+    assert normalized.statistics.count == 4
+    torch.testing.assert_close(normalized(reward), reward)
+
+
 def test_bools_are_numbers():
     statistics = RunningStatistics((2,))
     x = torch.tensor([[True, False], [False, False]])

@@ -236,7 +236,8 @@ def test_exploration_and_the_learning_rate_fall_with_the_steps():
         statistics = agent.learn(batch)
         assert statistics["learning_rate"] == pytest.approx(0.1 * (1 - (i - 1) / 40))
         left = max(0, 1 - i / 20)
-        assert statistics["exploration"] == agent.net.exploration == left
+        assert statistics["exploration"] == pytest.approx(left)
+        assert agent.net.exploration == statistics["exploration"]
 
 
 # Networks and defaults.

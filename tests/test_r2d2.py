@@ -480,7 +480,16 @@ def test_a_run_that_goes_on_for_longer_does_not_explore_anew():
         agent.learn(next(acted))
     longer, _ = make_agent("--exploration_steps", 400 * B * T)
     longer.load_state_dict(agent.state_dict())
-    assert longer.explore_less() == longer.net.exploration == 0.25
+    assert longer.explore_less() == pytest.approx(0.25 - 1 / 400)
+
+
+def test_a_run_that_goes_on_with_larger_batches_goes_on_exploring():
+    agent, acted = make_agent("--exploration_steps", 100 * B * T)
+    agent.learn(next(acted))
+    other, _ = make_agent("--exploration_steps", 100 * B * T)
+    other.flags.batch_size *= 10
+    other.load_state_dict(agent.state_dict())
+    assert other.explore_less() == pytest.approx(0.99 - 0.1)
 
 
 # Bad input, presets, programs.

@@ -65,12 +65,14 @@ def add_learning_flags(p):
     # RL Zoo's of SAC on LunarLanderContinuous (rl-baselines3-zoo, sac.yml), where they
     # fall, too.
     g.add_argument("--learning_rate", type=number(float, above=0), default=7.3e-4,
-                   metavar="X", help="actor's learning rate (default: %(default)s)")
+                   metavar="X", help="actor's learning rate, falls linearly to 0 "
+                   "(default: %(default)s)")
     g.add_argument("--critic_learning_rate", type=number(float, above=0),
                    default=7.3e-4, metavar="X",
-                   help="learning rate of all else (default: %(default)s)")
+                   help="learning rate of all else, falls, too "
+                   "(default: %(default)s)")
     g.add_argument("--constant_rates", action=argparse.BooleanOptionalAction,
-                   default=False, help="learning rates do not fall linearly to 0")
+                   default=False, help="learning rates do not fall")
     g.add_argument("--beta1", type=number(float, 0, 0.9999), default=0.9, metavar="X",
                    help="decay of the mean of gradients, of actor and critics "
                    "(default: %(default)s)")
@@ -192,7 +194,8 @@ class ReplayAgent(agents.Agent):
         """Takes a batch [T + 1, B, ...] into the replay and makes the gradient steps
         that are due. Returns the means of what is logged."""
         flags, rates = self.flags, self.learning_rates()
-        self.set_learning_rate(*rates)
+        if not flags.constant_rates:
+            self.set_learning_rate(*rates)
         items = self.replay.add(agents.what_is_replayed(batch))  # [T, B]
         self.replay.set_priorities(items, ~batch["done"][1:].cpu())  # All the same.
         T = flags.unroll_length

@@ -13,7 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from torchbeast import ranks, rollouts
+from torchbeast import ranks
 from torchbeast.images import has_images, is_image
 from torchbeast.spaces import children
 from vtrace import discounted_sums
@@ -21,6 +21,7 @@ from vtrace import discounted_sums
 LIMIT = 10  # Standard deviations. What is further from the mean counts as so far.
 EPSILON = 1e-8  # Added to a variance.
 LARGEST = 1e100  # Its square is a number.
+LEAST = 1e-300  # A count that is as good as none.
 # Bounds between these are of numbers in units that networks do not like, such as
 # pixels. (Larger ones are mostly none.)
 LARGE_BOUNDS = 100, 1e6
@@ -55,12 +56,13 @@ class RunningStatistics(nn.Module):
         second = sum_of_ranks(sum_of((difference - shift).square()))
         # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
         # computing sample variances" (1979).
-        total = (self.count + n).clamp(min=1)
-        squares = self.variance * self.count + second
-        squares += shift.square() * self.count * n / total
+        count = self.count.clamp(min=LEAST)  # While none is counted, variance stays 1.
+        total = count + n
+        squares = self.variance * count + second
+        squares += shift.square() * count * n / total
         self.mean.add_(shift * n / total)
         self.variance.copy_(squares / total)
-        self.count.copy_(total.max())
+        self.count.add_(n.max())
 
     def scale(self):
         return (self.variance + EPSILON).rsqrt()
@@ -179,9 +181,10 @@ class NormalizedRewards(nn.Module):
         return discounted_sums(x, decays.flip(0)).flip(0)
 
     def update(self, batch, state):
-        """Takes in a batch [T + 1, B, ...]. Its first step was in the one before."""
+        """Takes in a batch [T + 1, B, ...]. Its first step was in the one before. That
+        which begins an episode is no transition."""
         returns = self.returns(batch, state)[1:]
-        self.statistics.update(returns, rollouts.real(batch))
+        self.statistics.update(returns, ~batch["done"][1:])
 
     def forward(self, rewards):
         scale = self.statistics.scale()

@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from torchbeast import agents, targets
 from torchbeast.distributions import IMPOSSIBLE
-from torchbeast.flags import is_given, number
+from torchbeast.flags import number
 from torchbeast.messages import BadInput, log
 from torchbeast.networks import Network
 
@@ -73,7 +73,7 @@ class QAgent(agents.Agent):
             raise BadInput(f"--agent {flags.agent} {need} {action_space}: {use}")
         super().__init__(flags, observation_space, action_space)
         self.net.exploration.fill_(flags.exploration_steps > 0)
-        self._most_random = 1.0
+        self._random = 1.0  # What is left of random actions beyond an episode's own.
 
     def start_learning(self, device):
         super().start_learning(device)
@@ -113,14 +113,12 @@ class QAgent(agents.Agent):
         """Brings the share of random actions up to date with what was learned from.
         Returns what is left of those beyond an episode's own."""
         flags = self.flags
-        learned = self.updates * flags.unroll_length * flags.batch_size  # Steps.
-        left = max(0, 1 - learned / max(1, flags.exploration_steps))
-        left = min(left, self._most_random)
-        self.net.exploration.fill_(left)
-        return left
+        learned = flags.unroll_length * flags.batch_size  # Steps.
+        less = learned / max(1, flags.exploration_steps)
+        self._random = max(0, self._random - less)
+        self.net.exploration.fill_(self._random)
+        return self._random
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        # With a larger --total_steps, a run that goes on does not begin anew.
-        if not is_given(self.flags, "exploration_steps"):
-            self._most_random = float(self.net.exploration)
+        self._random = float(self.net.exploration)
