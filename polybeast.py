@@ -200,8 +200,7 @@ class Agent(agents.Agent):
         step = self.graphs.of(self.gradient_step, mixed)
         # V-trace corrects for the gradient steps since the rollouts, these included.
         steps = [step() for _ in range(self.flags.num_epochs)]
-        self.update_statistics(batch)
-        self.count()
+        self.count(batch)
         return {**means(steps), **logged, "learning_rate": learning_rate}
 
     def gradient_step(self, batch):

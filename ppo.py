@@ -152,8 +152,7 @@ class Agent(agents.Agent):
         self.set_learning_rate(learning_rate)
         data, statistics = self.graphs.of(self.prepare, batch)()
         means = minibatches.learn(self, data)
-        self.update_statistics(batch)
-        self.count()
+        self.count(batch)
         return {**means, **statistics, "learning_rate": learning_rate}
 
     @torch.no_grad()

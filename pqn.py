@@ -146,8 +146,7 @@ class Agent(QAgent):
         self.set_learning_rate(learning_rate)
         data = self.graphs.of(self.prepare, batch)()
         means = minibatches.learn(self, data)
-        self.update_statistics(batch)
-        self.count()
+        self.count(batch)
         logged = dict(exploration=self.explore_less(), learning_rate=learning_rate)
         return {**means, **logged}
 

@@ -188,8 +188,7 @@ class Agent(QAgent):
         self.replay.set_priorities(self.replay.add(batch), priorities)
         T, num = flags.unroll_length, self.num_learned
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
-        self.update_statistics(batch)
-        self.count()
+        self.count(batch)
         return {
             **means(steps),
             "replay_size": self.replay.size * T,

@@ -103,11 +103,11 @@ def test_an_agent_whose_checkpoint_would_lack_its_weights_does_not_begin(
 
 def test_an_agent_that_does_not_count_its_updates_is_told_so(savedir, my_agent):
     class Agent(polybeast.Agent):
-        def count(self):
+        def count(self, batch):
             pass
 
     my_agent(Agent)
-    with pytest.raises(TypeError, match="did not call self.count()"):
+    with pytest.raises(TypeError, match=r"did not call self.count\(batch\)"):
         main(*flags_of("monobeast", savedir, "--agent", "my_agent"))
 
 

@@ -5,10 +5,11 @@ from argparse import Namespace
 
 import pytest
 import torch
+from gymnasium import spaces
 
 import polybeast
 from tests.programs import refusal
-from torchbeast import devices, machine
+from torchbeast import devices, machine, ranks
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 
@@ -118,3 +119,21 @@ def test_what_is_read_of_a_lazy_dict_is_found():
     lazy = devices.Lazy({"a": 1, "b": 2}, negate)
     sent.clear()
     assert lazy["a"] == -1 and lazy.get("c") is None and sent == [1]
+
+
+@pytest.mark.parametrize(
+    "given, num_ranks, cores",
+    [(None, 1, 2), ("1", 1, 1), ("3", 1, 3), ("two", 1, 2), ("1", 2, 2)],
+)
+def test_an_update_has_the_threads_that_openmp_is_told_but_not_torchruns(
+    given, num_ranks, cores, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(ranks.current, "num", num_ranks)
+    monkeypatch.setattr(devices, "num_cores", lambda: 4)
+    flags = Namespace(num_learner_threads=1)
+    agent = Namespace(observation_space=spaces.Box(0, 1, (3,)))
+    monkeypatch.setattr(devices, "synchronous", lambda flags: False)
+    assert devices.num_update_cores(0.5, agent, flags) == cores

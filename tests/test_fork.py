@@ -90,8 +90,8 @@ def test_the_edit_of_fork_md_fits_what_it_edits(copy):
 @pytest.mark.long
 def test_whoever_follows_fork_md_gets_what_it_says(copy):
     found = blocks()
-    agent, env, *_, wrapper, bonus = found["python"]
-    setup, edited, own_agent, own_env, wrapped = found["bash"]
+    agent, a2c, env, *_, wrapper, bonus = found["python"]
+    setup, edited, own_agent, own_a2c, own_env, wrapped = found["bash"]
     assert "make setup" in setup
 
     def columns():
@@ -106,6 +106,10 @@ def test_whoever_follows_fork_md_gets_what_it_says(copy):
     (copy / "my_agent.py").write_text(agent)
     assert "episodes: mean return" in follow(copy, own_agent)
     assert "prediction_loss" in columns()
+
+    (copy / "my_a2c.py").write_text(a2c)
+    follow(copy, own_a2c)
+    assert {"pg_loss", "grad_norm"} <= columns()
 
     (copy / "my_env.py").write_text(env)
     assert follow(copy, own_env).count("return 1, ") == 10  # All of them.

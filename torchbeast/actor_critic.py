@@ -66,7 +66,7 @@ def add_learning_flags(p):
     # fall, too.
     g.add_argument("--learning_rate", type=number(float, above=0), default=7.3e-4,
                    metavar="X", help="actor's learning rate, falls linearly to 0 "
-                   "(default: %(default)s)")
+                   "in the second half of the run (default: %(default)s)")
     g.add_argument("--critic_learning_rate", type=number(float, above=0),
                    default=7.3e-4, metavar="X",
                    help="learning rate of all else, falls, too "
@@ -185,9 +185,10 @@ class ReplayAgent(agents.Agent):
         return torch.optim.Adam(groups, betas=(self.flags.beta1, 0.999), fused=True)
 
     def learning_rates(self):
-        """Returns the learning rates of the actor and of all else."""
+        """Returns the learning rates of the actor and of all else. They fall linearly
+        to 0 in the second half of the run."""
         flags = self.flags
-        left = 1 if flags.constant_rates else self.fraction_left()
+        left = 1 if flags.constant_rates else min(1, 2 * self.fraction_left())
         return left * flags.learning_rate, left * flags.critic_learning_rate
 
     def learn(self, batch):
@@ -201,8 +202,7 @@ class ReplayAgent(agents.Agent):
         T = flags.unroll_length
         updates = self.credit.updates(batch, T, flags.replay_batch_size)
         steps = [self.gradient_step(*sample) for sample in self.samples(updates)]
-        self.update_statistics(batch)
-        self.count()
+        self.count(batch)
         self.net.uniform.fill_(flags.replay_start > 0 and self.gradient_steps == 0)
         return {
             **means(steps),

@@ -253,12 +253,14 @@ class Agent:
         raise NotImplementedError
 
     def learn(self, batch):
-        """Learns from one batch [K + T + 1, B, ...]. Returns what is logged: {name:
-        tensor [] or number}; the first one is shown."""
+        """Learns from one batch [K + T + 1, B, ...], and calls self.count(batch).
+        Returns what is logged: {name: tensor [] or number}; the first one is shown."""
         raise NotImplementedError
 
-    def count(self):
-        """Counts a batch that was learned from."""
+    def count(self, batch):
+        """Counts a batch [K + T + 1, B, ...] that was learned from, and takes it into
+        the statistics that observations and rewards are normalised by."""
+        self.update_statistics(batch)
         self.step += self.flags.unroll_length * self.flags.batch_size
         self.updates += 1
 
@@ -295,8 +297,7 @@ class Agent:
         return rewards
 
     def update_statistics(self, batch):
-        """Takes the batch into the statistics that observations and rewards are
-        normalised by."""
+        """Takes a batch into the statistics, once: count() calls it."""
         names = "reward", "done", "mask"
         read = {name: batch[name] for name in names if name in batch}
         encoder = getattr(self.net, "encoder", None)

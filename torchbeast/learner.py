@@ -226,7 +226,7 @@ class Learner:
                 episodes = self.agent.ended_episodes(batch, self.flags.unroll_length)
             check_statistics(statistics)
             if updates == getattr(self.agent, "updates", None):
-                raise TypeError("learn() did not call self.count()")
+                raise TypeError("learn() did not call self.count(batch)")
             policy_lag = self.updates - sum(versions) / len(versions)
             self.updates += 1
             rewards = self._symptoms.of_rewards(batch)
