@@ -92,7 +92,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(savedir):
     assert result.returncode == 0, result.stderr
     result = run(*serial(savedir, "--batch_size", 3, steps=1500), ranks=3)
     assert result.returncode == 0, result.stderr
-    assert "resuming" in result.stderr and "batch_size 3 (before: 2)" in result.stderr
+    assert "resuming" in result.stderr
+    assert "--batch_size 3 (before: --batch_size 2)" in result.stderr
     assert load(savedir)["step"] == 1500
     assert [int(row["step"]) for row in read_logs(path)][-3:] == [1380, 1440, 1500]
 

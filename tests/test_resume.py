@@ -36,6 +36,16 @@ def test_same_command_resumes_where_it_was(trained):
     assert meta["first_step"] == 400 and len(meta["earlier_sessions"]) == 1
 
 
+def test_a_run_that_was_saved_before_its_first_step_goes_on_and_not_anew(trained):
+    checkpoint = load(trained)
+    checkpoint["step"] = checkpoint["updates"] = 0
+    torch.save(checkpoint, trained / "x" / "model.tar")
+    result = main(*serial_run(trained, steps=80))
+    assert result.returncode == 0 and "resuming" in result.stderr, result.stderr
+    assert "begins anew" not in result.stderr
+    assert not list((trained / "x").glob("attempt-*"))
+
+
 def test_a_checkpoint_of_before_there_were_agents_resumes(savedir):
     """The agent's entries were the checkpoint's own, --agent was no flag."""
     as_then = ("--use_lstm", "--no-normalize_observations", "--reward_clipping=abs_one")
@@ -182,7 +192,8 @@ def test_a_resumed_run_names_the_flags_that_differ_and_takes_them(trained):
     result = main(*serial_run(trained, *flags, steps=480))
     assert result.returncode == 0, result.stderr
     [line] = [x for x in result.stderr.splitlines() if "differ from" in x]
-    assert "--epsilon 0.001 (before: 1e-05), --momentum 0.9 (before: 0.0)" in line
+    assert "--epsilon 0.001 (before: --epsilon 1e-05)" in line
+    assert "--momentum 0.9 (before: --momentum 0.0)" in line
     [group] = load(trained)["agent"]["optimizer"]["param_groups"]
     assert (group["momentum"], group["eps"]) == (0.9, 1e-3)
     assert main(*serial_run(trained, *flags, steps=560)).returncode == 0

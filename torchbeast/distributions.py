@@ -52,7 +52,7 @@ def make(space, squashed=False):
             return SquashedGaussian(space.low, space.high)
         raise BadInput(
             f"action space {space}: expected finite bounds, the lower ones below the "
-            "upper ones"
+            "upper ones; --agent polybeast and ppo need none"
         )
     raise unsupported_actions(space)
 

@@ -4,6 +4,7 @@ No torch in here: environment servers import this file.
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import math
@@ -24,6 +25,7 @@ from torchbeast.process import (
     terminable,
 )
 
+AGENTS = "polybeast", "ppo", "pqn", "r2d2", "sac", "td3"  # That are here.
 # Flags that may differ between two sessions of a run, or two runs of one experiment.
 UNCOMPARED = {"chosen", "command", "mode", "savedir", "seed", "track", "xpid"}
 
@@ -48,9 +50,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         if typed := re.search("unrecognized arguments: (--[^ =]+)", message):
             options = [x for a in self._actions for x in a.option_strings]
-            if close := difflib.get_close_matches(typed[1], options, n=1, cutoff=0.8):
+            close = difflib.get_close_matches(typed[1], options, n=1, cutoff=0.8)
+            if agents := _agents_with(typed[1]):
+                message += f"; it is a flag of --agent {', '.join(agents)}"
+            elif close:
                 message += f"; did you mean {close[0]}?"
+        elif typed := re.search("--preset: invalid choice: '(.*?)'", message):
+            if agents := _agents_with(preset=typed[1]):
+                message += f"; --agent {', '.join(agents)} has it"
         self.exit(2, error_line(self.prog, message))
+
+
+def _agents_with(option=None, preset=None):
+    """Returns which of AGENTS have a flag, or a preset."""
+    found = []
+    for name in AGENTS:
+        # A fork may have fewer of them, a server no torch.
+        with contextlib.suppress(BadInput, ImportError):
+            options = agent_parser(name)._option_string_actions
+            if option in options or preset in getattr(load_agent(name), "PRESETS", {}):
+                found.append(name)
+    return found
 
 
 def error_line(prog, message):
@@ -112,8 +132,8 @@ def load_agent(name):
         if missing and missing != name and not name.startswith(f"{missing}."):
             raise  # The module is there; its traceback says what it cannot import.
         raise BadInput(
-            f"--agent {name}: {e}; expected the name of a module, such as "
-            "examples.minatar.agent"
+            f"--agent {name}: {e}; expected polybeast (IMPALA), ppo, pqn, r2d2 (also "
+            "DQN), sac, td3 or the name of a module, such as examples.minatar.agent"
         ) from e
     for attribute in ("parser", "Agent"):
         if not hasattr(module, attribute):
@@ -178,11 +198,11 @@ def words_of(flags):
     """Returns flags {name or policy.name: value} as words of a command line."""
     words = []
     for name, x in flags.items():
-        if x is False:
+        if x is None or x is False:
             policy, dot, name = name.rpartition(".")
             name = f"{policy}{dot}no-{name}"
         words.append(f"--{name}")
-        if not isinstance(x, bool):
+        if not isinstance(x, bool) and x is not None:
             items = x if isinstance(x, (list, tuple)) else [x]
             texts = (
                 f"{y[0]}={y[1]}" if isinstance(y, (list, tuple)) else y for y in items

@@ -144,7 +144,7 @@ class Run:
         """Returns a text with the flags that are not those of the checkpoint."""
         now = machine.plain(vars(self.flags))
         return ", ".join(
-            f"--{name} {now[name]} (before: {before[name]})"
+            f"{words_of({name: now[name]})} (before: {words_of({name: before[name]})})"
             for name in sorted(now.keys() & before.keys() - UNCOMPARED)
             if now[name] != before[name]
         )
@@ -168,7 +168,7 @@ class Run:
         if ranks.current.rank > 0:
             return
         with self.disk_errors():
-            if self.step == 0:
+            if self._saved_step is None:
                 self._keep_aside()
             self._write_meta()
             self._log = LogWriter(self.path, self.step, self.flags.track)
