@@ -181,7 +181,7 @@ class Agent:
         """Returns two of make_encoder()'s modules as one, for policy and value. Where
         they share one, the gradients of the value may drown the policy's."""
         if self.flags.use_lstm:
-            raise BadInput("--separate_value: not with --use_lstm")
+            raise BadInput("--separate_value (or a checkpoint's): not with --use_lstm")
         policy = self.make_encoder(observation_space)
         return encoders.TwoEncoders(policy, self.make_encoder(observation_space))
 

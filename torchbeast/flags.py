@@ -133,7 +133,8 @@ def load_agent(name):
             raise  # The module is there; its traceback says what it cannot import.
         raise BadInput(
             f"--agent {name}: {e}; expected polybeast (IMPALA), ppo, pqn, r2d2 (also "
-            "DQN), sac, td3 or the name of a module, such as examples.minatar.agent"
+            "DQN), sac, td3 or the name of a module (not .py), such as "
+            "examples.minatar.agent"
         ) from e
     for attribute in ("parser", "Agent"):
         if not hasattr(module, attribute):
