@@ -15,7 +15,6 @@ rollout of T steps is one CUDA graph: nothing in it waits for Python.
 
 import functools
 import inspect
-import os
 from collections import deque
 
 import torch
@@ -332,8 +331,7 @@ def train(flags):
     flags.seed = seeds.set_seed(flags.seed)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(machine.num_cores())
+    torch.set_num_threads(devices.given_threads() or machine.num_cores())
     num_envs = ranks.current.share(flags.num_envs)
     agent = make_agent(flags, env)
     several = isinstance(agent, Policies)

@@ -123,7 +123,7 @@ def test_what_is_read_of_a_lazy_dict_is_found():
 
 @pytest.mark.parametrize(
     "given, num_ranks, cores",
-    [(None, 1, 2), ("1", 1, 1), ("3", 1, 3), ("two", 1, 2), ("1", 2, 2)],
+    [(None, 1, 2), ("1", 1, 1), ("3", 1, 3), ("64", 1, 4), ("x", 1, 2), ("1", 2, 2)],
 )
 def test_an_update_has_the_threads_that_openmp_is_told_but_not_torchruns(
     given, num_ranks, cores, monkeypatch

@@ -51,15 +51,15 @@ GRAPHED = {
     "monobeast pqn CartPole-v1 --num_minibatches 2": [(1, 13), (2, 87)],
     "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (7, 85)],
     "monobeast r2d2 CartPole-v1 --no-use_lstm --replay_ratio 0.5": [(1, 12), (7, 73)],
-    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 59)],
+    "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 56)],
     "monobeast sac Pendulum-v1 --preset crossq --replay_ratio 0.5": [(1, 11), (6, 58)],
-    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 54)],
+    "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (6, 52)],
     "warpbeast ppo warp/CartPole --num_minibatches 2": [(1, 21), (1, 91)],
     "polybeast polybeast CartPole-v1": [(5, 50), (1, 54)],
     "polybeast ppo CartPole-v1 --num_minibatches 2": [(5, 46), (2, 102)],
     f"monobeast r2d2 CartPole-v1 --replay_ratio 2 {ON_GPU}": [(1, 14), (5, 109)],
-    f"monobeast sac Pendulum-v1 --replay_ratio 2 {ON_GPU}": [(1, 11), (4, 110)],
-    f"warpbeast td3 warp/Pendulum --replay_ratio 2 {ON_GPU}": [(1, 21), (3, 99)],
+    f"monobeast sac Pendulum-v1 --replay_ratio 2 {ON_GPU}": [(1, 11), (4, 107)],
+    f"warpbeast td3 warp/Pendulum --replay_ratio 2 {ON_GPU}": [(1, 21), (3, 97)],
 }  # fmt: skip
 BUDGETS = {f"{case} --no-cuda_graphs": x for case, x in BUDGETS.items()} | GRAPHED
 QUICK = "polybeast polybeast CartPole-v1"

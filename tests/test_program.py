@@ -470,7 +470,7 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--unroll_length", "nan"], ["--unroll_length", "not an integer"]),
         (["--entropy_cost", "nan"], ["--entropy_cost", "nan"]),
         (["--batchsize", "3"], ["--batchsize", "did you mean --batch_size?"]),
-        (["--replay_ratio", "3"], ["it is a flag of --agent r2d2, sac, td3"]),
+        (["--replay_ratio", "3"], ["--replay_ratio 3; --agent r2d2, sac, td3 has it"]),
         (["--preset", "dqn"], ["'dqn' (choose from 'a2c'); --agent r2d2 has it"]),
         (["--agent", "impala"], ["expected polybeast (IMPALA), ppo, pqn, r2d2 (also"]),
         (["--total", "3"], ["--total"]),  # Nothing is abbreviated.

@@ -103,13 +103,15 @@ def test_finished_run_is_not_trained_further(trained):
     assert result.returncode == 0 and load(trained)["step"] == 400
 
 
-def test_disable_checkpoint_neither_reads_nor_writes_one(trained):
-    path = trained / "x" / "model.tar"
-    path.write_text("none")
-    result = main(*serial_run(trained, "--disable_checkpoint", *LOG, steps=80))
+def test_disable_checkpoint_writes_none_and_leaves_a_run_that_has_one_alone(trained):
+    logs, flags = read_logs(trained / "x"), ("--disable_checkpoint", *LOG)
+    line = refusal(*serial_run(trained, *flags, steps=80))
+    assert "--xpid x has one, " in line and "use another --xpid" in line
+    assert read_logs(trained / "x") == logs
+    result = main(*serial_run(trained, *flags, "--xpid", "other", steps=80))
     assert result.returncode == 0, result.stderr
-    assert [int(row["step"]) for row in read_logs(trained / "x")] == [40, 80]
-    assert path.read_text() == "none"
+    assert [int(row["step"]) for row in read_logs(trained / "other")] == [40, 80]
+    assert not (trained / "other" / "model.tar").exists()
 
 
 def test_a_checkpoint_is_written_at_intervals_and_always_a_whole_one(savedir):

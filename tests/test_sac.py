@@ -315,22 +315,6 @@ def test_a_gradient_step_moves_actor_critics_and_alpha_at_rates_of_their_own():
     assert rest == pytest.approx([0.03] * len(rest), rel=0.01)
 
 
-@pytest.mark.parametrize("args", [[], ["--constant_rates"]])
-@pytest.mark.parametrize("module", [sac, td3])
-def test_learning_rates_fall_in_the_runs_second_half_unless_they_are_constant(
-    module, args
-):
-    total = ["--total_steps", 8 * T * B, "--learning_rate", 0.01]
-    rates = ["--critic_learning_rate", 0.03]
-    agent, acted = make_agent(*total, *rates, *args, module=module)
-    for left in [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]:
-        logged = agent.learn(next(acted))["learning_rate"]
-        actor, *others = (float(x["lr"]) for x in agent.optimizer.param_groups)
-        left = 1 if args else left
-        assert actor == logged == pytest.approx(0.01 * left)
-        assert others == pytest.approx([0.03 * left] * len(others))
-
-
 def test_alphas_gradient_is_the_gap_between_entropy_and_its_target():
     agent, acted = make_agent("--target_entropy", -1.5)
     batch = sampled(agent, acted)

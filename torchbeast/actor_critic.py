@@ -4,8 +4,6 @@ to choose numbers in the bounds of their Box.
 B is the number of samples of a batch.
 """
 
-import argparse
-
 import torch
 from gymnasium import spaces
 from torch import nn
@@ -26,8 +24,7 @@ MUJOCO = dict(
     normalize_observations=False, replay_size=1_000_000,
     num_actors=0, envs_per_actor=1, num_servers=1,
     envs_per_server=1, batch_size=1, unroll_length=8,
-    learning_rate=3e-4, critic_learning_rate=1e-3, constant_rates=True,
-    target_rate=0.005,
+    learning_rate=3e-4, critic_learning_rate=1e-3, target_rate=0.005,
 )  # fmt: skip
 
 
@@ -63,16 +60,12 @@ def add_learning_flags(p):
     g = p.add_argument_group("optimizer (Adam)")
     # fmt: off
     # RL Zoo's of SAC on LunarLanderContinuous (rl-baselines3-zoo, sac.yml), where they
-    # fall, too.
+    # fall linearly. (That did not pay: docs/notebook.md, SAC's learning rates.)
     g.add_argument("--learning_rate", type=number(float, above=0), default=7.3e-4,
-                   metavar="X", help="actor's learning rate, falls linearly to 0 "
-                   "in the second half of the run (default: %(default)s)")
+                   metavar="X", help="actor's learning rate (default: %(default)s)")
     g.add_argument("--critic_learning_rate", type=number(float, above=0),
                    default=7.3e-4, metavar="X",
-                   help="learning rate of all else, falls, too "
-                   "(default: %(default)s)")
-    g.add_argument("--constant_rates", action=argparse.BooleanOptionalAction,
-                   default=False, help="learning rates do not fall")
+                   help="learning rate of all else (default: %(default)s)")
     g.add_argument("--beta1", type=number(float, 0, 0.9999), default=0.9, metavar="X",
                    help="decay of the mean of gradients, of actor and critics "
                    "(default: %(default)s)")
@@ -177,26 +170,18 @@ class ReplayAgent(agents.Agent):
         return target.requires_grad_(False)
 
     def make_optimizer(self):
-        modules = self.net, self.critics
-        groups = [
-            {"params": list(x.parameters()), "lr": lr}
-            for x, lr in zip(modules, self.learning_rates())
-        ]
-        return torch.optim.Adam(groups, betas=(self.flags.beta1, 0.999), fused=True)
-
-    def learning_rates(self):
-        """Returns the learning rates of the actor and of all else. They fall linearly
-        to 0 in the second half of the run."""
         flags = self.flags
-        left = 1 if flags.constant_rates else min(1, 2 * self.fraction_left())
-        return left * flags.learning_rate, left * flags.critic_learning_rate
+        rates = (
+            (self.net, flags.learning_rate),
+            (self.critics, flags.critic_learning_rate),
+        )
+        groups = [{"params": list(x.parameters()), "lr": lr} for x, lr in rates]
+        return torch.optim.Adam(groups, betas=(flags.beta1, 0.999), fused=True)
 
     def learn(self, batch):
         """Takes a batch [T + 1, B, ...] into the replay and makes the gradient steps
         that are due. Returns the means of what is logged."""
-        flags, rates = self.flags, self.learning_rates()
-        if not flags.constant_rates:
-            self.set_learning_rate(*rates)
+        flags = self.flags
         items = self.replay.add(agents.what_is_replayed(batch))  # [T, B]
         self.replay.set_priorities(items, ~batch["done"][1:].cpu())  # All the same.
         T = flags.unroll_length
@@ -204,12 +189,8 @@ class ReplayAgent(agents.Agent):
         steps = [self.gradient_step(*sample) for sample in self.samples(updates)]
         self.count(batch)
         self.net.uniform.fill_(flags.replay_start > 0 and self.gradient_steps == 0)
-        return {
-            **means(steps),
-            "replay_size": self.replay.size * T,
-            "replay_ratio": self.credit.measured,
-            "learning_rate": rates[0],
-        }
+        size, ratio = self.replay.size * T, self.credit.measured
+        return {**means(steps), "replay_size": size, "replay_ratio": ratio}
 
     def samples(self, updates):
         """Yields (batch, its samples' numbers) for each update. Unless they are images,

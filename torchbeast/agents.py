@@ -5,7 +5,6 @@ subclass of Agent, which says what the network is, how it acts and what it learn
 """
 
 import argparse
-import itertools
 import math
 
 import torch
@@ -268,15 +267,12 @@ class Agent:
         """The part of --total_steps that is still to come, for schedules."""
         return max(0, 1 - self.step / self.flags.total_steps)
 
-    def set_learning_rate(self, *rates):
-        """Sets the rates of the optimizer's groups of parameters; groups without one
-        of their own have the last one."""
-        groups = self.optimizer.param_groups
-        for group, rate in itertools.zip_longest(groups, rates, fillvalue=rates[-1]):
+    def set_learning_rate(self, learning_rate):
+        for group in self.optimizer.param_groups:
             if torch.is_tensor(group["lr"]):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(learning_rate)
             else:
-                group["lr"] = rate
+                group["lr"] = learning_rate
 
     def clip_and_step(self, statistics):
         """Clips the net's gradients, by --grad_norm_clipping, and lets the optimizer

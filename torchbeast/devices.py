@@ -119,6 +119,14 @@ def precision(agent):
     return first.flags.precision
 
 
+def given_threads():
+    """The number of threads that OMP_NUM_THREADS says, at most one a core; 0 if it says
+    none, and under torchrun, which sets it always."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    given = int(text) if text.isdecimal() and ranks.current.num == 1 else 0
+    return min(given, num_cores())
+
+
 def num_learner_cores(agent, flags):
     """The number of cores for one update of PolyBeast on a CPU: about an update's share
     of all that a step costs, with Atari's environments. (With more, runs of the shallow
@@ -128,13 +136,11 @@ def num_learner_cores(agent, flags):
 
 
 def num_update_cores(share, agent, flags):
-    """The number of cores for one update: OMP_NUM_THREADS, where that is set (but by
-    torchrun, which sets it always). Else all of them where acting waits for it and it
-    learns from images, else a share. (With numbers, a second thread made PPO's update
-    20 times as slow, on 2 cores beside other work.)"""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and ranks.current.num == 1:
-        return max(1, int(given))
+    """The number of cores for one update: given_threads(), else all of them where
+    acting waits for it and it learns from images, else a share. (With numbers, a second
+    thread made PPO's update 20 times as slow, on 2 cores beside other work.)"""
+    if given := given_threads():
+        return given
     if synchronous(flags) and has_images(agent.observation_space):
         share = 1
     return max(1, round(share * num_cores() / flags.num_learner_threads))

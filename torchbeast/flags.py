@@ -4,9 +4,9 @@ No torch in here: environment servers import this file.
 """
 
 import argparse
-import contextlib
 import difflib
 import importlib
+import importlib.util
 import math
 import os
 import pathlib
@@ -48,27 +48,27 @@ class Parser(argparse.ArgumentParser):
                               help="defaults for a kind of environment")  # fmt: skip
 
     def error(self, message):
-        if typed := re.search("unrecognized arguments: (--[^ =]+)", message):
-            options = [x for a in self._actions for x in a.option_strings]
-            close = difflib.get_close_matches(typed[1], options, n=1, cutoff=0.8)
-            if agents := _agents_with(typed[1]):
-                message += f"; it is a flag of --agent {', '.join(agents)}"
+        options = self._option_string_actions
+        what = "(unrecognized arguments: |--preset: invalid choice: ')([^ =']+)"
+        if typed := re.search(what, message):
+            agents = _agents_with(typed[2]) if "--agent" in options else ()
+            close = difflib.get_close_matches(typed[2], options, n=1, cutoff=0.8)
+            if agents:
+                message += f"; --agent {', '.join(agents)} has it"
             elif close:
                 message += f"; did you mean {close[0]}?"
-        elif typed := re.search("--preset: invalid choice: '(.*?)'", message):
-            if agents := _agents_with(preset=typed[1]):
-                message += f"; --agent {', '.join(agents)} has it"
         self.exit(2, error_line(self.prog, message))
 
 
-def _agents_with(option=None, preset=None):
-    """Returns which of AGENTS have a flag, or a preset."""
+def _agents_with(word):
+    """Returns which of the repository's agents have this flag, or preset."""
     found = []
     for name in AGENTS:
-        # A fork may have fewer of them, a server no torch.
-        with contextlib.suppress(BadInput, ImportError):
+        path = pathlib.Path(__file__).resolve().parent.parent / f"{name}.py"
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin == str(path):  # No file of a user's.
             options = agent_parser(name)._option_string_actions
-            if option in options or preset in getattr(load_agent(name), "PRESETS", {}):
+            if word in options or word in getattr(load_agent(name), "PRESETS", ()):
                 found.append(name)
     return found
 
@@ -199,14 +199,15 @@ def words_of(flags):
     """Returns flags {name or policy.name: value} as words of a command line."""
     words = []
     for name, x in flags.items():
-        if x is None or x is False:
+        if x is False:
             policy, dot, name = name.rpartition(".")
             name = f"{policy}{dot}no-{name}"
         words.append(f"--{name}")
-        if not isinstance(x, bool) and x is not None:
+        if not isinstance(x, bool):
             items = x if isinstance(x, (list, tuple)) else [x]
             texts = (
-                f"{y[0]}={y[1]}" if isinstance(y, (list, tuple)) else y for y in items
+                "=".join(map(str, y)) if isinstance(y, (list, tuple)) else y
+                for y in items
             )
             words += [shlex.quote(str(text)) for text in texts]
     return " ".join(words)
@@ -264,7 +265,7 @@ def run_parser() -> argparse.ArgumentParser:
                    help="seed of weights, actions and environments "
                    "(default: drawn by the system)")
     g.add_argument("--disable_checkpoint", action="store_true",
-                   help="neither read nor write model.tar")
+                   help="write no model.tar")
     g.add_argument("--keep_checkpoints", type=number(int, 1), default=1, metavar="N",
                    help="newest checkpoints to keep (default: %(default)s)")
     g.add_argument("--checkpoint_interval_seconds", type=number(float, above=0),

@@ -61,7 +61,7 @@ class LogWriter:
         self._csv = None
         self._full = False  # There are MAX_COLUMNS.
         self._open(step)
-        self._tensorboard = SummaryWriter(path, purge_step=step or None)
+        self._tensorboard = SummaryWriter(path, purge_step=step)
         self._trackers = Trackers(trackers, path, step)
 
     def _open(self, step=math.inf, new_columns=()):

@@ -90,7 +90,12 @@ class Run:
                 return
             # Before the checkpoint is read: nobody else writes another one after that.
             self._lock = files.lock(self.path / "lock")
-            if self.checkpoint_path.exists() and not self.flags.disable_checkpoint:
+            if self.checkpoint_path.exists():
+                if self.flags.disable_checkpoint:
+                    raise BadInput(
+                        f"--disable_checkpoint: --xpid {self.flags.xpid} has one, "
+                        f"{self.checkpoint_path}: use another --xpid"
+                    )
                 self._checkpoint = checkpoint.read(self.checkpoint_path, self.flags)
             (self.path / "logs.csv").open("a").close()
         except files.Locked as e:
@@ -144,7 +149,7 @@ class Run:
         """Returns a text with the flags that are not those of the checkpoint."""
         now = machine.plain(vars(self.flags))
         return ", ".join(
-            f"{words_of({name: now[name]})} (before: {words_of({name: before[name]})})"
+            f"{_words(name, now[name])} (before: {_words(name, before[name])})"
             for name in sorted(now.keys() & before.keys() - UNCOMPARED)
             if now[name] != before[name]
         )
@@ -420,3 +425,7 @@ def run_path(flags) -> pathlib.Path:
 def checkpoint_path(flags) -> pathlib.Path:
     """Returns the path of the checkpoint that --mode test plays."""
     return pathlib.Path(flags.checkpoint or run_path(flags) / "model.tar")
+
+
+def _words(name, x):
+    return f"no --{name}" if x is None else words_of({name: x})
