@@ -9,7 +9,7 @@ debugger works.
 
 Actor processes step environments, evaluate the network on the CPU and write rollouts
 into buffers in shared memory; a free queue and a full queue pass the buffers' indices;
-learner threads make batches of full buffers and update the weights, which the actors
+a learner thread makes batches of full buffers and updates the weights, which the actors
 take at the start of each rollout (TorchBeast, arXiv 1910.03552, section 5.1).
 
 T is the unroll length, B the batch size, E the number of environments an actor steps
@@ -17,8 +17,8 @@ together. A rollout has T + 1 steps: step 0 repeats the last step of the rollout
 it. Its actions are those taken on steps 0 to T - 1.
 """
 
+import itertools
 import queue
-import threading
 from collections import deque
 
 import torch
@@ -32,8 +32,8 @@ from torchbeast.actors import (
     actor_parser,
     check_limits,
     create_buffers,
+    num_buffers,
     set_defaults,
-    set_num_buffers,
 )
 from torchbeast.calls import create, tell_slow
 from torchbeast.environment import probe
@@ -188,27 +188,19 @@ def make_batch(buffers, items, device, unroll_length):
     return devices.to_device(batch, device), episodes, [version for _, version in items]
 
 
-def learning(full_queue, buffers, actors, learner, batch_lock, update_lock, stop):
-    """Runs a learner thread. Learns from full buffers, and frees them, until the last
+def learning(full_queue, buffers, actors, learner, stop):
+    """Runs the learner thread. Learns from full buffers, and frees them, until the last
     step or until the queue brings None."""
+    full, T = iter(full_queue.get, None), learner.flags.unroll_length
     while not learner.finished:
-        with batch_lock:  # One thread takes a whole batch off the queue.
-            items = []
-            while len(items) < learner.batch_size:
-                item = full_queue.get()
-                if item is None:
-                    full_queue.put(None)  # For the next thread.
-                    return
-                items.append(item)
-        T = learner.flags.unroll_length
+        items = list(itertools.islice(full, learner.batch_size))
+        if len(items) < learner.batch_size or stop.is_set():
+            return
         new = make_batch(buffers, items, learner.device, T)
         indices = [index for index, _ in items]
         if not synchronous(learner.flags):
             actors.free(indices)
-        with update_lock:
-            if learner.finished or stop.is_set():
-                return
-            learner.update(*new)
+        learner.update(*new)
         if synchronous(learner.flags):  # The next rollouts begin with new weights.
             actors.free(indices)
 
@@ -228,34 +220,31 @@ def train(flags):
     set_defaults(flags, env.num_agents)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
-    set_num_buffers(flags, env.num_agents)
+    num = num_buffers(flags, env.num_agents)
     agent = make_agent(flags, env)
     specs = rollouts.specs(agent, step, flags)
-    check_limits(flags, specs, agent.net)
+    check_limits(flags, num, specs, agent.net)
     batch_size = ranks.current.share(flags.batch_size)
     rollouts.check_memory(specs, 2 * batch_size)  # Beside the buffers.
     run = Run(flags, env.frames_per_step, env.num_acting)
     run.open()
-    buffers = create_buffers(specs, flags.num_buffers)
+    buffers = create_buffers(specs, num)
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
     # A resumed run does not repeat the episodes of its first session.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
     actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
     learner.describe(actors, env.texts)
 
-    def body(signals):
-        if flags.num_actors == 0:
-            train_serially(flags, env, seed, learner, buffers, signals)
-        else:
-            num_envs = flags.envs_per_actor * env.num_agents
-            train_with_actors(flags, num_envs, seed, learner, buffers, signals)
-
     if flags.num_actors > 0:
-        return learner.train(body)
+        num_envs = flags.envs_per_actor * env.num_agents
+        parts = flags, num_envs, seed, learner, buffers
+        return learner.train(lambda signals: train_with_actors(*parts, signals))
     told = tell_slow(flags.unroll_length * flags.envs_per_actor)
+    # Ctrl-C interrupts this; in learner.train() it would only end the next step.
     env = create(create_env, flags, flags.envs_per_actor, seed=seed)
+    parts = flags, env, seed, learner, buffers
     try:
-        return learner.train(body)
+        return learner.train(lambda signals: train_serially(*parts, signals))
     finally:
         told.set()
         env.close()
@@ -269,7 +258,7 @@ def train_serially(flags, env, seed, learner, buffers, signals):
     actor.agent.net.eval()
     learner.start(lambda: actor.stage.seconds, env.take_metrics)
     arrays = map_structure(lambda x: x.numpy(), buffers)
-    free_queue = deque(range(flags.num_buffers))
+    free_queue = deque(range(buffers["done"].shape[1]))
     full_queue = deque()
 
     def take(n, least=None):
@@ -290,18 +279,17 @@ def train_serially(flags, env, seed, learner, buffers, signals):
 
 
 def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
-    """Starts actors and learner threads, waits for a signal or the last step, ends all
+    """Starts actors and a learner thread, waits for a signal or the last step, ends all
     of them. Raises what went wrong in any of them."""
     full_queue = queue.Queue()
     actors = ActorProcesses(
         act, flags, num_envs, seed, buffers, learner.weights, full_queue
     )
     learner.start(actors.stage_seconds, actors.take_metrics)
-    locks = threading.Lock(), threading.Lock()  # One for a batch, one for an update.
     threads = Threads()
 
     def learn():
-        learning(full_queue, buffers, actors, learner, *locks, threads.stop)
+        learning(full_queue, buffers, actors, learner, threads.stop)
 
     def end():
         actors.stop()
@@ -311,8 +299,7 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
     # With the shallow network on Atari, learning takes about 0.3 of a CPU's time. The
     # actors get the rest, unless acting waits for updates.
     num_cores = devices.num_update_cores(0.3, learner.agent, flags)
-    for i in range(flags.num_learner_threads):
-        threads.add(f"learner-{i}", learn, num_cores)
+    threads.add("learner", learn, num_cores)
     signals.on_second = actors.kill
     try:
         actors.start()

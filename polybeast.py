@@ -10,8 +10,8 @@ inference(), learning(), train(). Environments are in polybeast_env.py.
 
 Environment servers, here or on other hosts, step environments. In this process actors
 (threads in C++, one for each stream to a server) ask for actions and assemble rollouts;
-inference threads evaluate the network for all of them in batches; learner threads
-update the weights, which the inference takes for its next batch (TorchBeast, arXiv
+an inference thread evaluates the network for all of them in batches; a learner thread
+updates the weights, which the inference takes for its next batch (TorchBeast, arXiv
 1910.03552, section 5.2).
 
 T is the unroll length, B the batch size, A the number of actions, E the number of
@@ -21,7 +21,6 @@ rollout before it. A rollout's actions are those taken on its steps 0 to T - 1.
 
 import argparse
 import math
-import threading
 
 import torch
 
@@ -300,17 +299,16 @@ def inference(batcher, agent, weights, device):
         batch.set_outputs((outputs, core_state))
 
 
-def learning(queue, actors, learner, lock, stop):
+def learning(queue, actors, learner, stop):
     """Learns from batches of the queue until the last step, or until it is closed."""
     while not learner.finished and (batch := next(queue, None)) is not None:
         T = learner.flags.unroll_length
         versions = batch.pop("version")[-T].tolist()
         episodes = rollouts.ended_episodes(batch, T)
         batch = devices.to_device(batch, learner.device)
-        with lock:
-            if learner.finished or stop.is_set():
-                return
-            learner.update(batch, episodes, versions)
+        if stop.is_set():
+            return
+        learner.update(batch, episodes, versions)
         actors.allow(learner.batch_size)  # Lets those go on that waited for the update.
 
 
@@ -387,20 +385,17 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
             inference(inference_batcher, actor, learner.weights, actor_device)
 
     def learn():
-        learning(learner_queue, actors, learner, lock, threads.stop)
+        learning(learner_queue, actors, learner, threads.stop)
 
     def end():
         actors.stop()
         inference_batcher.close()
         learner_queue.close(discard=True)
 
-    threads, lock = Threads(), threading.Lock()  # One thread updates the weights.
+    threads = Threads()
     threads.add("actors", lambda: streams.run(actors))
-    for i in range(flags.num_inference_threads):
-        threads.add(f"inference-{i}", infer)
-    num_cores = devices.num_learner_cores(learner.agent, flags)
-    for i in range(flags.num_learner_threads):
-        threads.add(f"learner-{i}", learn, num_cores)
+    threads.add("inference", infer)
+    threads.add("learner", learn, devices.num_learner_cores(learner.agent, flags))
     watched = streams.Streams(actors, flags, env.name, servers)
     learner.start(actors.stage_seconds, watched.take_metrics)
     with watched.reporting(learner):

@@ -7,7 +7,7 @@ Each server is a process, at an address of its own (ports, or names of Unix sock
 counted up from the first), and makes new environments for each learner that connects.
 With --learner, each process instead dials a learner (polybeast --listen), and dials
 again whenever a connection ends. Hosts of environments need neither torch nor a
-compiler, so nothing in here imports torch.
+compiler, so this file imports no torch (unless --env is WarpBeast's).
 """
 
 import argparse
@@ -27,8 +27,9 @@ from torchbeast.remote.limits import MAX_ENVS
 
 
 def environment_parser() -> argparse.ArgumentParser:
-    """Returns the flags that create_env() reads, for argparse's parents=. Learners and
-    servers have them. Flags of your own environments go here."""
+    """Returns the flags of environments, most of which create_env() reads, for
+    argparse's parents=. Learners and servers have them. Flags of your own environments
+    go here."""
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("environment")

@@ -158,7 +158,7 @@ class Agent(agents.Agent):
     @torch.no_grad()
     def prepare(self, batch):
         """Returns (data for minibatches, statistics). The data are the batch's steps 0
-        to T - 1, [T, B, ...], with
+        to T - 1, [T, B, ...] (without an LSTM [1, T * B, ...]), with
 
             log_prob, value, target, advantage  [T, B], of the actions taken, by the
                   network at the start of the update
@@ -203,13 +203,8 @@ class Agent(agents.Agent):
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
         ...], and what is logged of it: means over real transitions."""
-        flags, real, advantage = self.flags, part["real"], part["advantage"]
-
-        num = real.sum().clamp(min=1)
-
-        def mean(x):
-            return torch.where(real, x, 0).sum() / num
-
+        flags, advantage = self.flags, part["advantage"]
+        mean = minibatches.mean_over(part["real"])
         logits, value = outputs["policy_logits"], outputs["baseline"]
         log_ratio = self.distribution.log_prob(logits, part["action"])
         log_ratio = log_ratio - part["log_prob"]

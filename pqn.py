@@ -169,12 +169,7 @@ class Agent(QAgent):
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
         ...], and its statistics, means over real transitions."""
-        real = part["real"]
-        num = real.sum().clamp(min=1)
-
-        def mean(x):
-            return torch.where(real, x, 0).sum() / num
-
+        mean = minibatches.mean_over(part["real"])
         q = outputs["q"].gather(-1, part["action"].unsqueeze(-1)).squeeze(-1)  # [T, B]
         error = q - part["target"]
         total = mean(error.square())

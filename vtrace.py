@@ -291,6 +291,6 @@ def _check_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
         raise ValueError(f"mask has dtype {mask.dtype}, expected torch.bool")
     if mask is not None and mask.shape != like.shape:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, expected [T, B] = {tuple(like.shape)}"
+            f"mask has shape {tuple(mask.shape)}, expected {tuple(like.shape)}"
         )
     return mask

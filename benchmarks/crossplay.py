@@ -20,11 +20,11 @@ import statistics
 import torch
 
 from torchbeast import checkpoint
-from torchbeast.consistency import random_actions
 from torchbeast.nests import map_structure
 from torchbeast.policies import Policies
 from torchbeast.seeds import set_seed
 from torchbeast.warp import autoreset
+from torchbeast.warp.consistency import random_actions
 
 
 def load(path, other=None):

@@ -28,12 +28,12 @@ import warpbeast
 from benchmarks import throughput
 from tests import warp_references
 from torchbeast import machine, policies
-from torchbeast.consistency import random_actions
 from torchbeast.flags import parse_args
 from torchbeast.learner import Learner
 from torchbeast.process import keep_freed_memory
 from torchbeast.run import Run
 from torchbeast.warp import autoreset
+from torchbeast.warp.consistency import random_actions
 
 GRID, PLANE = "warp/TagGridWorld", "warp/Tag"
 FIVE = ["num_taggers=1", "num_runners=4", "num_nearest=4"]

@@ -24,9 +24,9 @@ from tests import (
     warp_references,
 )
 from tests.programs import Program, load, read_logs, run, wait_for_steps
-from torchbeast import consistency, devices, graphs, ranks
+from torchbeast import devices, graphs, ranks
 from torchbeast.learner import Learner, PublishedWeights
-from torchbeast.warp import nearest
+from torchbeast.warp import consistency, nearest
 
 CUDA = torch.device("cuda:0")
 
@@ -208,7 +208,7 @@ def test_weights_published_while_others_fetch_are_whole():
         ["--compile"],
         ["--actor_device", "cpu"],
         ["--learner_device", "cpu", "--actor_device", "cuda"],
-        ["--use_lstm", "--num_inference_threads", 3, "--num_learner_threads", 3],
+        ["--use_lstm"],
     ],
     ids=lambda args: " ".join(map(str, args)),
 )

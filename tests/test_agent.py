@@ -23,8 +23,9 @@ from tests import envs
 from tests.faulty_envs import Nested
 from tests.programs import main, read_logs
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
-from torchbeast.encoders import VectorEncoder
+from torchbeast.encoders import make_encoder
 from torchbeast.flags import parse_args
+from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.networks import ActorCritic
 
@@ -49,9 +50,9 @@ def make_agent(flags, env):
 def make_actor(flags, env, seed=0, agent=None):
     torch.manual_seed(seed)
     agent = agent or make_agent(flags, env)
-    monobeast.set_num_buffers(flags, env.num_agents)
+    num = monobeast.num_buffers(flags, env.num_agents)
     specs = rollouts.specs(agent, env.initial(0), flags)
-    buffers = actors.create_buffers(specs, flags.num_buffers)
+    buffers = actors.create_buffers(specs, num)
     arrays = map_structure(lambda x: x.numpy(), buffers)
     return monobeast.Actor(flags, env, agent, seed), buffers, arrays
 
@@ -142,7 +143,8 @@ def test_net_takes_any_space_and_ends_in_logits_and_baseline(
 @pytest.mark.parametrize("net", [ActorCritic, R2D2])
 def test_a_network_grows_with_the_number_of_actions_not_with_its_square(net, use_lstm):
     def parameters(num_actions):
-        made = net(VectorEncoder(3), spaces.Discrete(num_actions), use_lstm=use_lstm)
+        encoder = make_encoder(spaces.Box(-1, 1, (3,)))
+        made = net(encoder, spaces.Discrete(num_actions), use_lstm=use_lstm)
         step = {
             "observation": torch.zeros(1, 2, 3),
             "reward": torch.zeros(1, 2),
@@ -200,7 +202,8 @@ def test_rollouts_are_contiguous_and_overlap(num_envs, use_lstm, burn_in, monkey
     actor, buffers, arrays = make_actor(flags, env)
     rollouts = []
     for k in range(8):
-        indices = [(k * num_envs + e) % flags.num_buffers for e in range(num_envs)]
+        num = buffers["done"].shape[1]
+        indices = [(k * num_envs + e) % num for e in range(num_envs)]
         actor.rollout(arrays, indices)
         rollouts.append(map_structure(lambda x, i=indices: x[:, i].clone(), buffers))
     assert rollouts[0]["done"][0].all()
@@ -253,7 +256,8 @@ def test_actors_get_free_buffers_by_turns(args, buffers):
         def send(self, indices):
             self.got += indices
 
-    flags = parse("--num_buffers", 8, *args)
+    buffers = {"done": torch.zeros(1, 8), **buffers}
+    flags = parse(*args)
     processes = actors.ActorProcesses(None, flags, 2, 0, buffers, None, None)
     members = [
         types.SimpleNamespace(index=i, connection=Connection(), held=set())
@@ -268,6 +272,14 @@ def test_actors_get_free_buffers_by_turns(args, buffers):
         processes.free(full)
     counts = [len(actor.connection.got) for actor in members]
     assert min(counts) > 0.7 * max(counts), counts
+
+
+def test_buffers_that_shared_memory_has_no_room_for_are_refused():
+    env = environment.Environment([envs.Counter()])
+    agent = make_agent(flags := parse(), env)
+    specs = rollouts.specs(agent, env.initial(0), flags)
+    with pytest.raises(BadInput, match="bytes of shared memory, /dev/shm has"):
+        actors.check_limits(flags, 2_000_000_000, specs, agent.net)
 
 
 def one_episode_rollouts(steps, e, unroll_length):

@@ -288,7 +288,7 @@ def test_an_agent_that_exits_ends_the_run_as_it_says(savedir, module, my_agent):
             sys.exit(7)
 
     my_agent(Agent)
-    flags = flags_of(module, savedir, "--agent", "my_agent", "--num_learner_threads", 1)
+    flags = flags_of(module, savedir, "--agent", "my_agent")
     assert main(*flags, module=module).returncode == 7
 
 

@@ -37,6 +37,11 @@ def ppo_flags_of(env, observation_space, *args, action_space=CHOICES):
     return flags
 
 
+def test_a_parser_reads_the_command_line_itself(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["monobeast", "--seed", "7"])
+    assert monobeast.program_parser().parse_args().seed == 7
+
+
 def test_ataris_are_as_docs_learning_has_them():
     flags = flags_of(ATARI, IMAGE, CHOICES)
     assert flags.chosen == {

@@ -133,7 +133,7 @@ def test_an_update_has_the_threads_that_openmp_is_told_but_not_torchruns(
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(ranks.current, "num", num_ranks)
     monkeypatch.setattr(devices, "num_cores", lambda: 4)
-    flags = Namespace(num_learner_threads=1)
+    flags = Namespace()
     agent = Namespace(observation_space=spaces.Box(0, 1, (3,)))
     monkeypatch.setattr(devices, "synchronous", lambda flags: False)
     assert devices.num_update_cores(0.5, agent, flags) == cores

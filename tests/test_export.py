@@ -122,7 +122,7 @@ def played(*args, module="monobeast"):
 
 
 @pytest.mark.parametrize("agent", PLAY)
-def test_a_small_checkpoint_plays_the_games_of_the_large_one(agent, tmp_path):
+def test_a_small_checkpoint_plays_with_the_weights_of_the_large_one(agent, tmp_path):
     train(tmp_path, *PLAY[agent])
     assert write(tmp_path, "small.tar") == 0
     large, small = tmp_path / "x/model.tar", tmp_path / "small.tar"
@@ -131,7 +131,10 @@ def test_a_small_checkpoint_plays_the_games_of_the_large_one(agent, tmp_path):
     assert str(tmp_path) not in str(state["flags"])
     dtypes = {x.dtype for x in state["agent"]["model"].values()}
     assert dtypes <= {torch.float16, torch.float64} and torch.float16 in dtypes
-    assert played("--checkpoint", small) == played("--checkpoint", large)
+    whole = torch.load(large, weights_only=True)["agent"]["model"]
+    for name, x in state["agent"]["model"].items():
+        torch.testing.assert_close(x.to(whole[name]), whole[name], rtol=1e-3, atol=1e-7)
+    assert len(played("--checkpoint", small)) == 5
 
 
 def test_a_small_checkpoint_has_all_policies_of_warpbeast(tmp_path):
@@ -142,6 +145,16 @@ def test_a_small_checkpoint_has_all_policies_of_warpbeast(tmp_path):
     files = tmp_path / "small.tar", tmp_path / "x/model.tar"
     small, large = (played("--checkpoint", x, module="warpbeast") for x in files)
     assert small == large
+
+
+def test_of_self_play_the_agent_is_written_without_its_past_policies(tmp_path):
+    train(tmp_path, "--opponents", 2, "--batch_size", 1, "--opponent_interval", 20,
+          env="tests.turn_envs:Duel", steps=200)  # fmt: skip
+    for name in ("small.tar", "agent.pt2"):
+        assert write(tmp_path, name) == 0
+    small, large = tmp_path / "small.tar", tmp_path / "x/model.tar"
+    assert set(torch.load(small, weights_only=True)["agent"]) == {"model"}
+    assert played("--checkpoint", small) == played("--checkpoint", large)
 
 
 def test_a_small_checkpoint_does_not_resume(tmp_path, capsys):

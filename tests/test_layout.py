@@ -95,7 +95,7 @@ def test_an_agent_imports_no_program_and_nothing_of_the_network():
 
 def test_what_all_read_imports_nothing_of_the_wings():
     for path in PACKAGE:
-        if path.parent.name == "torchbeast" and path.stem != "consistency":
+        if path.parent.name == "torchbeast":
             assert not [x for x in imported(path) if x.startswith(WINGS)], path
 
 

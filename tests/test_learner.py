@@ -121,6 +121,17 @@ def test_a_batch_is_cut_for_the_cache(T, B, sizes):
         assert weights == pytest.approx(expected)
 
 
+def test_only_the_states_of_networks_make_slices_larger():
+    T, B = 21, 32
+    batch = {
+        "observation": torch.empty(T, B, 4, 84, 84, dtype=torch.uint8),
+        "done": torch.zeros(T, B, dtype=torch.bool),
+    }
+    for state, size in (((), 4), (torch.zeros(1, B), 4), (torch.zeros(1, B, 256), 8)):
+        parts = gradients.slices({**batch, "core_state": ((), state)})
+        assert [part["done"].shape[1] for part, _ in parts] == [size] * (B // size)
+
+
 def test_the_mean_of_a_statistic_is_of_the_gradient_steps_that_have_it():
     steps = [{"a": 1.0}, {"a": 3.0, "b": 5.0}]
     assert gradients.means(steps) == {"a": 2, "b": 5}

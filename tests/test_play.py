@@ -53,13 +53,10 @@ def test_a_video_of_another_kind_is_refused_before_the_game(trained):
 
 def test_results_of_earlier_tests_stay(trained):
     flags = ("--savedir", trained, "--mode", "test", "--num_test_episodes")
-    # As it was when a file had one result.
-    (trained / "x" / "test.json").write_text('{"mean_return": 7.0}')
     for n in (1, 2):
         assert main(*flags, n).returncode == 0
-    first, *others = json.loads((trained / "x" / "test.json").read_text())
-    assert first == {"mean_return": 7.0}
-    assert [len(x["returns"]) for x in others] == [1, 2]
+    found = json.loads((trained / "x" / "test.json").read_text())
+    assert [len(x["returns"]) for x in found] == [1, 2]
 
 
 def test_a_test_says_what_it_takes_from_the_checkpoint_and_what_is_given_wins(savedir):

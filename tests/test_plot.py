@@ -177,6 +177,17 @@ def test_a_single_run_has_a_picture_and_a_thin_copy_of_its_log(tmp_path):
     assert {float(row["episodes"]) for row in copy} == {3}
 
 
+def test_metrics_that_came_before_their_episodes_were_counted_have_a_mean():
+    rows = [
+        {"step": 1, "episodes": 0, "episode/success": 1.0},
+        {"step": 2, "episodes": 3, "episode/success": 0.0},
+    ]
+    (line,) = logs.thin(rows, ["step", "episodes", "episode/success"], 1)
+    assert line == {"step": 2, "episodes": 3, "episode/success": 0.25}
+    *_, line = logs.thin(rows, ["step", "episodes", "episode/success"], 2)
+    assert line == rows[1]
+
+
 def test_the_link_to_the_newest_run_does_not_count_twice(tmp_path, monkeypatch):
     for seed in (1, 2):
         make_run(tmp_path / f"x{seed}", seed=seed)

@@ -166,8 +166,7 @@ def train_polybeast(flags):
         }
         batch["core_state"] = core_states[0]
         batch = map_structure(lambda x: x.pin_memory(), batch)
-        lock, stop = threading.Lock(), threading.Event()
-        polybeast.learning(iter([batch]), Actors(), learner, lock, stop)
+        polybeast.learning(iter([batch]), Actors(), learner, threading.Event())
         for kept, num in ((steps, K + 1), (outputs, K), (core_states, K + 1)):
             del kept[: len(kept) - num]
 

@@ -280,14 +280,12 @@ def test_a_learner_learns_as_often_as_the_ratio_says_and_copies_its_target():
     agent, acted = make_agent("--replay_ratio", 2, "--target_interval", 63)
     steps = 0
     for i in range(1, 9):
-        before = copy.deepcopy(agent.target_net.state_dict())
+        before = [x.clone() for x in agent.target_net.parameters()]
         statistics = agent.learn(next(acted))
         assert agent.gradient_steps == i * B * 2 // 6  # Rollouts new and learned from.
         copied = agent.gradient_steps // 3 > steps // 3
         steps = agent.gradient_steps
-        same = all(
-            torch.equal(x, before[k]) for k, x in agent.target_net.state_dict().items()
-        )
+        same = all(map(torch.equal, agent.target_net.parameters(), before))
         assert same != copied
     assert statistics["replay_ratio"] == pytest.approx(2, rel=0.1)
     assert statistics["replay_size"] == 8 * B * T

@@ -46,30 +46,6 @@ def test_a_run_that_was_saved_before_its_first_step_goes_on_and_not_anew(trained
     assert not list((trained / "x").glob("attempt-*"))
 
 
-def test_a_checkpoint_of_before_there_were_agents_resumes(savedir):
-    """The agent's entries were the checkpoint's own, --agent was no flag."""
-    as_then = ("--use_lstm", "--no-normalize_observations", "--reward_clipping=abs_one")
-    result = main(*serial_run(savedir, *as_then, steps=400))
-    assert result.returncode == 0, result.stderr
-    path = savedir / "x" / "model.tar"
-    checkpoint = load(savedir)
-    agent = checkpoint.pop("agent")
-    assert (agent["step"], agent["updates"]) == (400, 10)
-    for name in ("agent", "command"):
-        checkpoint["flags"].pop(name, None)
-    old = {**checkpoint, "model": agent["model"], "optimizer": agent["optimizer"]}
-    # RMSprop's schedule was in an object of its own.
-    old["scheduler"] = {"last_epoch": 10, "_step_count": 11, "base_lrs": [2.5e-4]}
-    torch.save(old, path)
-    test = main(*serial_run(savedir, "--mode", "test", "--num_test_episodes", 1))
-    assert test.returncode == 0 and "step 400" in test.stdout, test.stderr
-    result = main(*serial_run(savedir, *as_then, *LOG, steps=480))
-    assert result.returncode == 0, result.stderr
-    assert [int(row["updates"]) for row in read_logs(savedir / "x")][-2:] == [11, 12]
-    new = load(savedir)["agent"]
-    assert new["step"] == 480 and new["optimizer"]["state"][0]["step"] == 12
-
-
 def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
     path = trained / "x" / "logs.csv"
     path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")

@@ -81,7 +81,8 @@ def test_large_images_are_named_whatever_they_slow_down(program, longest):
 
 def test_the_longest_stage_is_named():
     assert hint("polybeast", ATARI, "environment_wait").startswith("environments: ")
-    assert "--num_inference_threads" in hint("polybeast", LARGE, "inference_queue")
+    line = hint("polybeast", ATARI, "inference_queue")  # It is for inference.
+    assert line.startswith("inference: ")
     assert hint("polybeast", ATARI, "rollout_queue").startswith("learning: ")
     # If the learner waits, it is not what streams wait for.
     line = hint("polybeast", ATARI, "rollout_queue", update=0.1)

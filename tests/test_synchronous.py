@@ -116,7 +116,6 @@ def test_own_servers_that_do_not_divide_a_batch_are_refused(tmp_path):
     [
         (["--envs_per_actor", 5], ["--batch_size", "8", "5", "--async"]),
         (["--envs_per_actor", 16], ["--batch_size", "8", "16", "--async"]),
-        (["--num_buffers", 32], ["--num_buffers 32", "8", "--async"]),
         (["--one_episode_rollouts"], ["--one_episode_rollouts", "--async"]),
     ],
 )
@@ -184,4 +183,4 @@ def test_a_batch_size_that_is_given_is_not_rounded():
     flags.command = ["monobeast", "--batch_size", "32"]
     monobeast.set_defaults(flags, 3)
     with pytest.raises(BadInput, match="32 rollouts are no multiple of those that"):
-        monobeast.set_num_buffers(flags, 3)
+        monobeast.num_buffers(flags, 3)

@@ -1,5 +1,6 @@
 """Environments on the device: what they do, beside references, and how they step."""
 
+import argparse
 import inspect
 import math
 import sys
@@ -11,10 +12,10 @@ from gymnasium import spaces
 
 import warp_envs
 from tests import warp_references
-from torchbeast import consistency, environment
+from torchbeast import environment
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
-from torchbeast.warp import autoreset
+from torchbeast.warp import autoreset, consistency
 from torchbeast.warp.check import check
 from torchbeast.warp.host import HostEnvironment
 
@@ -190,6 +191,17 @@ def test_rewards_that_are_not_finite_are_refused_in_the_other_programs():
     host.step(np.ones(2, np.int64))
     with pytest.raises(environment.BadStep, match="reward of environment 0 is inf"):
         host.step(np.ones(2, np.int64))
+
+
+def test_an_environment_may_have_attributes_of_any_name():
+    class Own(warp_envs.CartPole):
+        name, out, same_step = "own", False, 7
+
+    def create_env(flags, num_envs, *args):
+        return HostEnvironment(Own(), num_envs)
+
+    env, _ = environment.probe(create_env, argparse.Namespace(env="own"), 2)
+    assert not env.all_out()
 
 
 class Leaving:

@@ -1,5 +1,5 @@
 """The environments of warp_envs.py again: Gymnasium's own, and plain loops in NumPy
-(torchbeast/consistency.py says what a reference is)."""
+(torchbeast/warp/consistency.py says what a reference is)."""
 
 import math
 

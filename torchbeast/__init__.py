@@ -25,7 +25,7 @@ What to open for what, in the order of the way from an environment to a gradient
     versus.py         who plays against an agent; ratings.py: how well it does
     process.py        signals, and how processes end; messages.py: what they say
 
-    launch.py, tune.py, plot.py, export.py, consistency.py    commands of their own
+    launch.py, tune.py, plot.py, export.py    commands of their own
     remote/           PolyBeast's servers, streams and protocol
     warp/             WarpBeast's environments: autoreset, checks, kernels
 """

@@ -49,11 +49,8 @@ def actor_parser() -> argparse.ArgumentParser:
                    "(default: one per core at most)")
     g.add_argument("--envs_per_actor", type=number(int, 1), metavar="E",
                    help="environments an actor steps together "
-                   "(default: those of 32 agents in all at most)")
-    g.add_argument("--num_buffers", type=number(int, 1), metavar="N",
-                   help="rollouts in shared memory "
-                   "(default: what the actors fill, and two batches; one batch if "
-                   "acting waits for updates)")
+                   "(default: those of 32 agents in all at most; if a GPU learns, of "
+                   "eight batches')")
     g.add_argument("--max_actor_restarts", type=number(int, 0), default=10,
                    metavar="N", help="restarts of an actor without a rollout between "
                    "them, after which the run ends (default: %(default)s)")
@@ -69,41 +66,27 @@ def set_defaults(flags, num_agents=1):
     )
 
 
-def set_num_buffers(flags, num_agents):
-    """Fills in --num_buffers, or raises BadInput if it is too small. num_agents: of one
-    environment. Where acting waits for updates, there are buffers for one batch."""
+def num_buffers(flags, num_agents):
+    """Returns how many rollouts the shared memory has room for: what actors fill, and
+    two batches. Where acting waits for updates, it is one batch, and --num_actors
+    becomes what fills it at most. num_agents: of one environment."""
     in_actor = flags.envs_per_actor * num_agents
     batch_size = ranks.current.share(flags.batch_size)
-    if synchronous(flags):
-        rollouts.check_share(flags, "envs_per_actor", num_agents)
-        if flags.num_buffers not in (None, batch_size):
-            raise BadInput(
-                f"--num_buffers {flags.num_buffers}: acting waits for each update, "
-                f"which takes {batch_size}: leave the flag out, or use --async"
-            )
-        most = batch_size // in_actor
-        if flags.num_actors > most:
-            log.info(f"{most} actors fill a batch: --num_actors {most} are started")
-            flags.num_actors = most
-        flags.num_buffers = batch_size
-        return
-    in_actors = max(1, flags.num_actors) * in_actor
-    if flags.num_buffers is None:
-        flags.num_buffers = in_actors + 2 * batch_size
-    if flags.num_buffers < in_actors + batch_size:
-        raise BadInput(
-            f"--num_buffers {flags.num_buffers} is too small: actors fill {in_actors} "
-            f"(--num_actors {flags.num_actors} times --envs_per_actor "
-            f"{flags.envs_per_actor}) and a batch takes {batch_size} "
-            f"(--batch_size): use {in_actors + batch_size} or more"
-        )
+    if not synchronous(flags):
+        return max(1, flags.num_actors) * in_actor + 2 * batch_size
+    rollouts.check_share(flags, "envs_per_actor", num_agents)
+    most = batch_size // in_actor
+    if flags.num_actors > most:
+        log.info(f"{most} actors fill a batch: --num_actors {most} are started")
+        flags.num_actors = most
+    return batch_size
 
 
-def check_limits(flags, specs, model):
+def check_limits(flags, num_buffers, specs, model):
     """Raises BadInput if buffers and weights need more open files or shared memory than
     there are. (Without this check, writing past the end of /dev/shm would be a SIGBUS.)
     """
-    sizes = [flags.num_buffers * x.nbytes for _, x in leaves(specs)]
+    sizes = [num_buffers * x.nbytes for _, x in leaves(specs)]
     sizes += 2 * [x.nbytes for x in model.state_dict().values()]
     allow_open_files(len(sizes) + 1 + 4 * flags.num_actors)
     needed = sum((size // PAGE + 2) * PAGE for size in sizes)
@@ -118,9 +101,9 @@ def check_limits(flags, specs, model):
     if needed > available:
         raise BadInput(
             f"rollout buffers and weights need {needed:,} bytes of shared memory, "
-            f"/dev/shm has {available:,}: use fewer --num_buffers "
-            f"({flags.num_buffers} now), or enlarge it (mount -o remount,size=8G "
-            "/dev/shm; docker run --shm-size=8g)"
+            f"/dev/shm has {available:,}: use a smaller --batch_size, or fewer "
+            "--num_actors or --envs_per_actor, or enlarge it (mount -o "
+            "remount,size=8G /dev/shm; docker run --shm-size=8g)"
         )
 
 
@@ -291,7 +274,8 @@ class ActorProcesses:
         # No forks: of threads that an import has started, they would not have any.
         self._context = mp.get_context("spawn")
         self._lock = threading.Lock()
-        self._free_queue = deque(range(flags.num_buffers))  # Guarded by _lock.
+        free = range(buffers["done"].shape[1])
+        self._free_queue = deque(free)  # Guarded by _lock.
         self._actors = []  # Guarded by _lock.
         self._stopping = False  # Guarded by _lock.
 

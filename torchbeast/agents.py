@@ -35,7 +35,7 @@ def what_is_replayed(batch):
 
 
 def add_network_flags(group, net):
-    """Adds the flags of Agent.make_encoder(). net: the default for images."""
+    """Adds the flags of encoders. net: the default for images."""
     # fmt: off
     group.add_argument("--net", default=net, choices=encoders.NETS,
                        help="network for images (default: %(default)s)")
@@ -132,6 +132,7 @@ class Agent:
     # PolyBeast's batch_size and num_envs for images, where a GPU learns.
     images_on_gpu: dict[str, int] = {}
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
+    acts_in_graphs = True  # Whether acting may be: act() does not depend on numbers.
     layer_norm = False  # Whether each layer of the encoder is normalised.
     most_rewards_grow = math.inf  # What --normalize_rewards multiplies them by at most.
     burn_in = 0

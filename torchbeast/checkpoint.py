@@ -2,7 +2,7 @@
 
 agent     what the agent's state_dict() returned
 flags     of the command that wrote it
-step, updates, episodes, seconds, returns, rng    the run's counters
+step, updates, episodes, seconds, returns, best, rng    the run's counters
 """
 
 import io
@@ -54,7 +54,7 @@ def load(path) -> dict:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         int(checkpoint["step"])
         flags = checkpoint["flags"]
-        own = flags["env"], flags.get("agent", ""), *flags.get("command", ())
+        own = flags["env"], flags["agent"], *flags.get("command", ())
         for text in (*flags, *own):
             if not isinstance(text, str):
                 raise TypeError(f"{text!r}, expected a text")
@@ -69,7 +69,7 @@ def read(path, flags) -> dict:
     """Reads a checkpoint, as load(). Raises BadInput if it is of another environment or
     agent."""
     checkpoint = load(path)
-    env, agent = (checkpoint["flags"].get(k, "polybeast") for k in ("env", "agent"))
+    env, agent = (checkpoint["flags"][name] for name in ("env", "agent"))
     if env != flags.env:
         raise BadInput(f"checkpoint {path} is of --env {env}, not {flags.env}")
     if agent != flags.agent:
@@ -80,10 +80,8 @@ def read(path, flags) -> dict:
 def load_agent_state(agent, checkpoint, path):
     """Has the agent load its part of the checkpoint at path. Raises BadInput if that
     part does not fit."""
-    # Before there were several agents, the one agent's entries were the checkpoint's.
-    state = checkpoint.get("agent", checkpoint)
     try:
-        agent.load_state_dict(state)
+        agent.load_state_dict(checkpoint["agent"])
     except OtherNetwork as e:
         raise BadInput(f"checkpoint {path} is of another network: {e}") from e
     except KeyError as e:

@@ -143,7 +143,7 @@ def num_update_cores(share, agent, flags):
         return given
     if synchronous(flags) and has_images(agent.observation_space):
         share = 1
-    return max(1, round(share * num_cores() / flags.num_learner_threads))
+    return max(1, round(share * num_cores()))
 
 
 @functools.cache

@@ -83,8 +83,8 @@ class Display:
 class Table:
     """Shows runs in one table on a terminal, or logs a line at each change elsewhere.
 
-    runs: objects with name, path, flags, state, step, mean_return and note, and with
-    look(), which brings step and mean_return up to date.
+    runs: objects with name, flags, state, step, mean_return and note, and with look(),
+    which brings step and mean_return up to date.
     """
 
     INTERVAL_S = 1

@@ -394,7 +394,7 @@ def probe(create_env, flags, num_envs):
     told, streams = tell_slow(math.inf), (sys.stdout, sys.stderr)
     try:
         env = create(create_env, flags, num_envs)
-        if getattr(env.env, "same_step", False):
+        if isinstance(env.env, Vector) and env.env.same_step:
             log.warning(
                 "%s resets within the step (AutoresetMode.SAME_STEP): of an episode, "
                 "the first step is not learned from (docs/fork.md)",

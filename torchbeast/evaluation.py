@@ -27,10 +27,10 @@ END_S = 10  # The process's time to close its environment.
 class Evaluator:
     """Sends weights to the process that plays, and takes the returns.
 
-    offer() and take() may be called by one thread at a time; they never block. What
-    goes wrong in the process ends the evaluation, not the run. close() has the
-    process close its environment, and ends it with all that it started; it also ends
-    when the learner is gone.
+    offer() and take() may be called by one thread at a time; they do not wait for a
+    game. What goes wrong in the process ends the evaluation, not the run. close() has
+    the process close its environment, and ends it with all that it started; it also
+    ends when the learner is gone.
     """
 
     def __init__(self, create_env, flags, step):

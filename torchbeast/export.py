@@ -30,7 +30,7 @@ import sys
 import torch
 from torch import nn
 
-from torchbeast import checkpoint, run
+from torchbeast import checkpoint, play, run
 from torchbeast.agents import what_networks_read
 from torchbeast.calls import create
 from torchbeast.environment import first_step
@@ -38,7 +38,7 @@ from torchbeast.files import write_atomically
 from torchbeast.flags import Parser, number, parse_args, path, run_command, run_parser
 from torchbeast.messages import BadInput, first_line
 from torchbeast.nests import leaves, map_structure
-from torchbeast.policies import Policies, make_agent
+from torchbeast.policies import LEARNER, Several
 from torchbeast.program import flags_of_checkpoint
 
 
@@ -92,23 +92,20 @@ def load(flags):
     """Returns (the agent of a checkpoint, a first step of its environment, what a file
     says of itself)."""
     where, saved, own = find(flags)
-    agent = saved["flags"].get("agent", "polybeast")
     # By name: the program that trained it knows its flags.
     program = importlib.import_module(saved["flags"].get("command", ["monobeast"])[0])
-    p = program.program_parser(agent)
-    p.set_defaults(**own | {"agent": agent})
+    p = program.program_parser(saved["flags"]["agent"])
+    p.set_defaults(**own)
     own = parse_args(p, [])
     env = create(program.polybeast_env.create_env, own, flags.num_envs)
     try:
         step = first_step(env)
     finally:
         env.close()
-    agent = make_agent(own, env)
-    if isinstance(agent, Policies):
+    agent, _ = play.load(own, env, where)
+    if isinstance(agent, Several):
         raise BadInput(f"{env.name} has several policies, expected one")
-    agent.net.eval().requires_grad_(False)
-    checkpoint.load_agent_state(agent, saved, where)
-    agent = getattr(agent, "learner", agent)
+    agent.net.requires_grad_(False)
     about = {
         "env": own.env, "agent": own.agent, "step": saved["step"],
         "observation_space": str(env.observation_space),
@@ -165,12 +162,13 @@ def write_small(path, saved, own, out):
     agent. Raises BadInput if it would take the checkpoint's place."""
     if out.exists() and out.samefile(path):
         raise BadInput(f"--out {out}: expected another file than the checkpoint")
-    agent = saved["flags"].get("agent", "polybeast")
-    own |= {"agent": agent, "command": own.get("command", ["monobeast"])[:1]}
-    state, step = weights(saved.get("agent", saved)), saved["step"]
-    checkpoint.write(out, {"agent": state, "flags": own, "step": step})
+    own |= {"command": own.get("command", ["monobeast"])[:1]}
+    state, step = saved["agent"], saved["step"]
+    if own.get("opponents") is not None:  # Past policies play no part in games of its.
+        state = state.get(LEARNER, state)
+    checkpoint.write(out, {"agent": weights(state), "flags": own, "step": step})
     size = f"{out.stat().st_size:,} bytes"
-    print(f"{out}: --env {own['env']} --agent {agent}, step {step}, {size}")
+    print(f"{out}: --env {own['env']} --agent {own['agent']}, step {step}, {size}")
 
 
 def weights(state):

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             agents = _agents_with(typed[2]) if "--agent" in options else ()
             close = difflib.get_close_matches(typed[2], options, n=1, cutoff=0.8)
             if agents:
-                message += f"; --agent {', '.join(agents)} has it"
+                message += f"; there is one for --agent {' or '.join(agents)}"
             elif close:
                 message += f"; did you mean {close[0]}?"
         self.exit(2, error_line(self.prog, message))
@@ -293,10 +293,6 @@ def run_parser() -> argparse.ArgumentParser:
     g.add_argument("--one_episode_rollouts", action="store_true",
                    help="end rollouts with their episodes, and pad them: for networks "
                    "with attention")
-    g.add_argument("--num_learner_threads", type=number(int, 1), default=1,
-                   metavar="N", help="threads that take turns: one assembles a batch, "
-                   "and copies it to the GPU, while another updates "
-                   "(default: %(default)s)")
     g.add_argument("--learner_device", metavar="DEVICE",
                    help="cpu, cuda, cuda:1, ..., or xpu, which is untried (default: a "
                    "GPU if there is one)")

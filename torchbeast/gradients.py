@@ -134,7 +134,9 @@ def slices(batch, reduction="sum"):
     size = B = done.shape[1]
     if done.device.type == "cpu":
         num_bytes = sum(x.nbytes for _, x in leaves(batch["observation"]))
-        least = MIN_RECURRENT if leaves(batch.get("core_state", ())) else 1
+        # Running returns and shares of random actions are [1, B].
+        states = leaves(batch.get("core_state", ()))
+        least = MIN_RECURRENT if any(x.dim() > 2 for _, x in states) else 1
         size = max(least, int(B / max(1, num_bytes / SLICE_BYTES)))
     # Even ones: of a single sample, a network's BatchNorm would learn nothing.
     size = math.ceil(B / math.ceil(B / min(size, _largest)))

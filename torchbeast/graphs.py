@@ -14,7 +14,6 @@ import math
 import threading
 import traceback
 import warnings
-from collections import Counter
 
 import torch
 
@@ -22,7 +21,7 @@ from torchbeast import devices, ranks
 from torchbeast.messages import BadInput, Stop, first_line
 from torchbeast.nests import leaves, map_structure
 
-WARM_UP = 3  # Each thread's calls before one is captured: libraries get ready in them.
+WARM_UP = 3  # Calls before one is captured: libraries get ready in them.
 MAX_SHAPES = 8  # A function's batches of further shapes come too rarely.
 # Gradient steps after which one is captured anew: so many old are Python's numbers.
 MAX_REPLAYS = 1000
@@ -86,7 +85,7 @@ class Acting:
     def __init__(self, agent, device):
         self._agent, self._device = agent, device
         captures = agent.flags.cuda_graphs and device.type == "cuda"
-        captures = captures and getattr(agent, "acts_in_graphs", True)
+        captures = captures and agent.acts_in_graphs
         self._steps = {} if captures else None  # {rows: (inputs on the GPU, _Step)}
         self._batch, self._fields = None, []  # Those of a step that act() reads.
 
@@ -130,7 +129,7 @@ class _Step:
     """Calls of a function whose arguments differ in their numbers alone."""
 
     def __init__(self, stream, max_replays=None):
-        self._stream, self._graph, self._calls = stream, None, Counter()
+        self._stream, self._graph, self._calls = stream, None, 0
         self._replays, self._max_replays = 0, max_replays or MAX_REPLAYS
 
     def __call__(self, function, batch, *others):
@@ -149,8 +148,8 @@ class _Step:
     def _launch(self, function, batch, *others):
         if self._replays == self._max_replays:  # It is captured anew.
             self._graph, self._replays = None, 0
-        if self._graph is None and self._calls[me := threading.get_ident()] < WARM_UP:
-            self._calls[me] += 1
+        if self._graph is None and self._calls < WARM_UP:
+            self._calls += 1
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):

@@ -71,7 +71,10 @@ def thin(rows, columns, num_lines=500):
             elif values:
                 # Means over episodes weigh as many episodes as they are of.
                 by_episode = is_of_episodes(name)
-                weights = [r.get("episodes", 1) if by_episode else 1 for _, r in values]
+                # At least 1: metrics may be there before their episode is counted.
+                weights = [
+                    max(1, r.get("episodes", 1)) if by_episode else 1 for _, r in values
+                ]
                 total = sum(x * w for (x, _), w in zip(values, weights))
                 line[name] = round(total / sum(weights), 4)
         yield line

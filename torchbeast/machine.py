@@ -1,4 +1,4 @@
-"""What is known of the machine and of this process. No torch is needed."""
+"""What is known of the machine and of this process."""
 
 import contextlib
 import datetime

@@ -84,6 +84,13 @@ def gradient_step(agent, part):
     return agent.clip_and_step(statistics)
 
 
+def mean_over(real):
+    """Returns a function that returns the mean of x [T, B, ...] where it is real, bool
+    of the same shape."""
+    num = real.sum().clamp(min=1)
+    return lambda x: torch.where(real, x, 0).sum() / num
+
+
 def draw(data, num):
     """Returns `num` lists of columns, indices along B, of the data [T, B, ...]: each
     column is in one of them."""

@@ -34,8 +34,8 @@ NOTHING = types.MappingProxyType({})
 
 def find(env_id):
     """Returns the function or class that --env names, or None: MODULE:NAME, a name in a
-    module; MODULE, which has a parallel_env; MODULE:ID, an ID in PettingZoo's own
-    registry. A MODULE before a colon has been imported.
+    module; MODULE, which has a parallel_env or an env; MODULE:ID, an ID in PettingZoo's
+    own registry. A MODULE before a colon has been imported.
 
     Raises ImportError if something that the module imports is missing.
     """

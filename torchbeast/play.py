@@ -67,7 +67,7 @@ def load(flags, env, path):
     saved = checkpoint.read(path, flags)
     agent = make_judged(flags, env)
     agent.net.eval()
-    state = state_of_judged(env, saved.get("agent", saved))
+    state = state_of_judged(env, saved["agent"])
     checkpoint.load_agent_state(agent, saved | {"agent": state}, path)
     return agent, saved
 
@@ -194,14 +194,13 @@ def report(flags, path, trained_steps, returns, lengths, metrics):
     try:
         with locked_directory(path.parent):  # Other tests may end at the same time.
             before = json.loads(results.read_text()) if results.exists() else []
-            before = before if isinstance(before, list) else [before]  # As it once was.
             if not all(isinstance(x, dict) and "mean_return" in x for x in before):
                 raise ValueError("not of tests")
             text = json.dumps([*before, data], indent=4) + "\n"
             write_atomically(results, text.encode())
     except OSError as e:
         log.warning("%s: not written: %s", results, e.strerror)
-    except ValueError:
+    except (ValueError, TypeError):
         log.warning("%s: not written: something else than results is there", results)
     print(
         f"{len(returns)} episodes: mean return {mean:.2f}, standard error {error:.2f}"

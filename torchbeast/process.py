@@ -1,4 +1,4 @@
-"""What every process of ours does: log lines, signals, limits, memory.
+"""What every process of ours does: signals, limits, how it ends.
 
 No torch in here: environment servers import this file.
 """

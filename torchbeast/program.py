@@ -37,7 +37,7 @@ class PolicyParser(Parser):
 
     def parse_known_args(self, args=None, namespace=None):
         policy, own, of_policies = None, [], {}
-        for word in args:
+        for word in sys.argv[1:] if args is None else args:
             if match := re.match(r"--(\w+)\.(.+)", word):
                 policy, word = match[1], f"--{match[2]}"
             elif word.startswith("--"):

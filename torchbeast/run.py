@@ -8,7 +8,7 @@
     out.log        what was printed; out.rank1.log, ... by the other learners
     launch.log     what torchbeast.launch started, and all that it printed
     lock           held by the process that trains
-    model.tar      the last checkpoint
+    model.tar      the last checkpoint; replay.bin: its replay, with --save_replay
     best.tar       the checkpoint with the best mean return of 100 episodes
     model-STEP.tar the checkpoints before the last one, with --keep_checkpoints
     attempt-1/     the logs of an attempt that left no checkpoint

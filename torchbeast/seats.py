@@ -20,7 +20,7 @@ MAX_POLICIES = 255
 
 
 def add_flags(group):
-    """Adds --policies and --opponents."""
+    """Adds --policies, --opponents and --opponent_interval."""
     # fmt: off
     group.add_argument("--policies", type=patterns, metavar="NAME=PATTERN,...",
                        help="policies of PettingZoo's agents, such as "

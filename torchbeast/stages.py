@@ -20,7 +20,6 @@ REMEDIES = {
     "polybeast": {
         "environment_wait": "environments: more of them together (--envs_per_server), "
         "more servers (--num_servers), or other machines' (--server_addresses)",
-        "inference_queue": "inference: --num_inference_threads",
         "inference": "inference: a GPU (--actor_device cuda), or a smaller network",
         "learning": "learning: a GPU (--learner_device cuda), or a smaller network",
         "cores": "the cores of this machine: --server_addresses moves the environments "
@@ -108,9 +107,9 @@ def slowest(run, seconds, result):
             # however long they take, if that never waits.
             learning *= result["update"] > 0.6
             learning = max(learning, result["update"] > 0.9)
-    names = "environment_wait", "inference_queue", "inference"
-    times = {name: result[name] for name in names if name in result}
-    times["learning"] = learning
+    inference = result["inference"] + result.get("inference_queue", 0)
+    times = {"inference": inference, "learning": learning}
+    times["environment_wait"] = result.get("environment_wait", 0)
     return max(times, key=times.get)
 
 
@@ -119,12 +118,12 @@ def remedy(stage, program, flags, net):
     text = REMEDIES[program][stage]
     what, _, others = text.partition(": ")
     large = large_images(net)
-    if large and stage != "inference_queue":  # It also is in messages.
+    if large:  # They also are in messages.
         name, height, width = large[0]
         return f"{what}: --resize {RESIZED}, as {name} is {height} x {width}; {others}"
     small = not any(isinstance(module, nn.Conv2d) for module in net.modules())
     small = small and sum(x.numel() for x in net.parameters()) < SMALL
-    if small and stage not in ("inference_queue", "environment_wait"):
+    if small and stage != "environment_wait":
         # Its arithmetic is nothing beside what each call of it costs. In PolyBeast
         # those for inference and those for learning wait for each other's GIL.
         if stage == "learning" and hasattr(flags, "replay_ratio"):

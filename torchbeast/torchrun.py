@@ -20,7 +20,7 @@ OWN_FLAGS = {"command", "savedir", "tls_cert", "tls_key", "tls_ca"}  # May diffe
 
 def join(flags):
     """Makes this process the rank that torchrun's variables say, if they are there.
-    Flags that were not given become those of rank 0.
+    --seed and --xpid, if not given, become those of rank 0; others have to agree.
 
     Raises BadInput if only some of the variables are there, or if the ranks cannot
     learn together, and Stop if the others do not come."""

@@ -2,9 +2,9 @@
 
 Both give arrays [E, ...] as the spaces declare them, and raise BadStep for what an
 environment returns that is not. Of an info they read `episode_end`, `episode_metrics`
-and `action_mask`, and look at nothing else in it. (Gymnasium's SyncVectorEnv merges all
-of the infos, which other people's environments fill with anything, and casts what does
-not fit.)
+and `action_mask`, a Vector its last observations, too, and nothing else. (Gymnasium's
+SyncVectorEnv merges all of the infos, which other people's environments fill with
+anything, and casts what does not fit.)
 
 No torch in here: environment servers import this file.
 """

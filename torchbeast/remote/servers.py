@@ -223,7 +223,7 @@ class Servers:
             server.wait_until_ready()
 
     def restart_ended(self, num_rollouts=None):
-        """Starts servers again that have ended. To be called several times a second.
+        """Starts servers again that have ended. To be called every second or so.
 
         num_rollouts: {address: number of rollouts so far}, which a learner has. Raises
         Stop if a server goes on failing without any.

@@ -58,16 +58,13 @@ def server_parser() -> argparse.ArgumentParser:
                    "if a GPU learns, of eight batches', and of IMPALA's images 256)")
     g.add_argument("--connect_timeout_seconds", type=number(float, above=0),
                    default=60, metavar="S",
-                   help="time without any server after which the run ends "
-                   "(default: %(default)s)")
+                   help="time until a first server, after which the run ends; with "
+                   "--listen there is none (default: %(default)s)")
 
     g = p.add_argument_group("inference")
     g.add_argument("--actor_device", metavar="DEVICE",
                    help="device that evaluates the network for actors "
                    "(default: the learner's)")
-    g.add_argument("--num_inference_threads", type=number(int, 1), default=1,
-                   metavar="N", help="threads that take turns: one prepares a batch "
-                   "while another is evaluated (default: %(default)s)")
     # fmt: on
     return p
 

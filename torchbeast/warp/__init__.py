@@ -1,1 +1,1 @@
-"""What only WarpBeast needs: environments that are tensor programs."""
+"""Environments that are tensor programs: WarpBeast's, and host.py for the others."""

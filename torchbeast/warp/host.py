@@ -73,6 +73,9 @@ class HostEnvironment(environment.Environment):
                 check_finite(x, path)
         return step
 
+    def all_out(self):
+        return False
+
     def render(self):
         if not hasattr(self.env, "draw"):
             raise BadInput(f"environment {self.name} cannot be shown: it has no draw()")

@@ -1,7 +1,7 @@
 """Compares an environment on the device with a reference that is written in another
 way.
 
-    python -m torchbeast.consistency warp/CartPole tests.warp_references:CartPole
+    python -m torchbeast.warp.consistency warp/CartPole tests.warp_references:CartPole
 
 A reference is a class with the functions begin(u), move(state, action) and
 observe(state) of one environment: NumPy arrays as torchbeast/warp/autoreset.py
@@ -261,7 +261,7 @@ def load_reference(name, args):
 
 
 def main(argv=None):
-    prog = "torchbeast.consistency"
+    prog = "torchbeast.warp.consistency"
     p = Parser(prog=prog, description="Compares an environment with its reference.")
     # fmt: off
     p.add_argument("env", metavar="ID", help="environment, such as warp/Tag")
