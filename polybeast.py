@@ -27,7 +27,7 @@ import torch
 import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, devices, graphs, ranks, replay, rollouts, seeds
+from torchbeast import agents, devices, ranks, replay, rollouts, seeds
 from torchbeast.environment import probe
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
@@ -36,7 +36,7 @@ from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
 from torchbeast.networks import ActorCritic
-from torchbeast.policies import make_agent
+from torchbeast.policies import acting, make_agent
 from torchbeast.process import leave
 from torchbeast.program import PolicyParser, run_program
 from torchbeast.remote import streams, tls
@@ -283,7 +283,7 @@ def inference(batcher, agent, weights, device):
     agent.net.eval().to(device, memory_format=torch.channels_last)
     version = None
 
-    act = graphs.Acting(agent, device)
+    act = acting(agent, device)
     for batch in batcher:
         version = weights.fetch(agent.net, version)
         step, core_state = batch.get_inputs()

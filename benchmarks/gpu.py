@@ -241,7 +241,7 @@ def attempt(function):
     """Its result; or its error: one that fails does not cost the others."""
     try:
         return function()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         traceback.print_exc()
         return f"{type(e).__name__}: {e}"
 

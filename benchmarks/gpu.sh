@@ -7,7 +7,8 @@
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
 # hangs costs no other. Without PART all but `kernels`, `compiled`, `streams` and `pong` run,
-# in 17 minutes at most.
+# in 17 minutes at most; where a command has ten, `machine tests learning warp inference` have
+# room in one, `learner agents runs` in another.
 set -u
 wheels=$(realpath "$1")
 mkdir -p "$2"
@@ -38,7 +39,7 @@ run() { # Seconds at most, then a command.
 tests() { # Seconds at most, then pytest's arguments.
     limit=$1
     shift
-    run "$limit" python3 -m pytest -n "$(($(nproc) / 2))" --dist worksteal -vv -rP --tb=short \
+    run "$limit" python3 -m pytest -n "$(($(nproc) / 2))" --dist worksteal -vv -rPfE --tb=short \
         -p no:cacheprovider -m "" "$@"
 }
 

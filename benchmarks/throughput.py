@@ -131,15 +131,16 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
     with tempfile.TemporaryDirectory() as savedir:
         args = [*args, "--savedir", savedir, "--xpid", "x", "--disable_checkpoint"]
         args += ["--log_interval_steps", "200", "--total_steps", str(10**9)]
-        process = subprocess.Popen(
-            command(program, args), cwd=ROOT, stderr=subprocess.DEVNULL
-        )
+        errors = pathlib.Path(savedir, "errors")
+        with open(errors, "w") as f:
+            process = subprocess.Popen(command(program, args), cwd=ROOT, stderr=f)
         path = pathlib.Path(savedir, "x", "logs.csv")
 
         def sleep(seconds):
             time.sleep(seconds)
             if process.poll() is not None:
-                raise RuntimeError(f"ended by itself: {' '.join(process.args)}")
+                last = errors.read_text()[-1000:]
+                raise RuntimeError(f"ended by itself: {process.args}: {last}")
 
         try:
             while not read(path):

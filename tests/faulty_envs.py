@@ -112,10 +112,6 @@ class Flaky(Quick):
         return super().step(action)
 
 
-class Bytes(Base):
-    action_space = spaces.Box(0, 255, (2,), np.uint8)
-
-
 class Text(Base):
     observation_space = spaces.Text(10)
 
@@ -175,7 +171,6 @@ for _env in (
     HugeReward,
     Stuck,
     Flaky,
-    Bytes,
     Text,
     Seeds,
     Metrics,

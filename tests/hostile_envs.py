@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -257,9 +258,62 @@ class LeavesATimer(Base):
 
 
 @hostile
-class ComputesInDoubles(Base):
+class SetsTorch(Base):
     def __init__(self):
         torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+
+
+@hostile
+class ClosesFiles(Base):
+    def __init__(self):
+        for fd in (1, 2):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+@hostile
+class ClosesStreams(Base):
+    def reward(self):
+        if self.num_steps == 50:
+            for file in (sys.stdout, sys.stderr):
+                file.close()
+        return 1.0
+
+
+@hostile
+class RestartsAChild(Base):
+    child = None
+
+    def reset(self, *, seed=None, options=None):
+        if self.num_steps % 100 == 0:
+            self.close()
+            context = multiprocessing.get_context("fork")
+            self.child = context.Process(target=time.sleep, args=(1000,), daemon=True)
+            self.child.start()
+        return super().reset(seed=seed)
+
+    def close(self):
+        if self.child is not None:
+            self.child.terminate()
+            self.child.join()
+
+
+@hostile
+class TakesNoSeed(Base):
+    r"""environment TakesNoSeed-v0: .*expected reset.self, ., seed=None, options=None"""
+
+    def reset(self):
+        return super().reset()
+
+
+@hostile
+class LosesItsReward(Base):
+    """environment LosesItsReward-v0: reward is 'None', expected one number"""
+
+    def reward(self):
+        return None if self.num_steps >= 5 else 1.0
 
 
 @hostile

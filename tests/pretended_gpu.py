@@ -433,6 +433,8 @@ class PretendedGpus:
         index = of if to is None else to
         read = [] if of is None else [address(x)]
         self.launch(name, read, index=index if of is None else of)
+        if None not in (of, to) and of != to:  # The other GPU's stream waits for it.
+            self.streams[to].wait_stream(self.streams[of])
         stream = self.streams[index if of is None else of]
         if into is not None:
             result = into.x if to is not None else into

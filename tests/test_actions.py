@@ -26,6 +26,8 @@ SPACES = {
     "number": spaces.Box(-1, 1, ()),
     "float64": spaces.Box(LOW, HIGH, dtype=np.float64),
     "float16": spaces.Box(-1, 1, (3,), np.float16),
+    "integers": spaces.Box(np.array([-3, 0]), np.array([2, 255]), dtype=np.int16),
+    "integer": spaces.Dict(a=spaces.Box(5, 9, (), np.uint8)),
     "huge": spaces.Box(-1e300, 1e300, (2,), np.float64),
     "tuple": spaces.Tuple((spaces.Discrete(3, start=5), spaces.Box(-1, 1, (2,)))),
     "dict": spaces.Dict(
@@ -67,6 +69,8 @@ def test_environments_get_actions_of_their_space_whatever_the_agent_does(space):
                 assert x.dtype == leaf.space.dtype, path
                 if leaf.num_choices is None:
                     y = np.clip(y, leaf.space.low, leaf.space.high)
+                elif isinstance(leaf.space, spaces.Box):
+                    y = y + leaf.space.low
                 else:
                     y = y + getattr(leaf.space, "start", 0)
                 np.testing.assert_allclose(x, y, rtol=1e-3, err_msg=path)

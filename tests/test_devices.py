@@ -3,6 +3,7 @@
 import warnings
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -89,7 +90,11 @@ def test_a_device_that_cannot_be_used_is_refused_in_one_line(device, expected):
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
 def test_convolutions_have_the_precision_that_is_named(precision, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "float32")
-    devices.choose_precision(Namespace(precision=precision), None)
+    image, numbers = spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Box(0, 1, (3,))
+    devices.choose_precision(Namespace(precision=precision), image)
+    assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+    auto = Namespace(precision="auto", learner_device="cuda")  # Another policy's.
+    devices.choose_precision(auto, numbers)
     assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
 
 

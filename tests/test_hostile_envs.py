@@ -1,15 +1,21 @@
 """Other people's environments, in both programs: each trains, or ends with one line and
 the right exit code; and no process is left."""
 
+import argparse
 import functools
 import os
 import re
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from tests import hostile_envs
+from tests.faulty_envs import Base
 from tests.programs import ROOT, args, cmdline, main, marked, run
+from torchbeast import calls
+from torchbeast.environment import Environment
 from torchbeast.remote import servers
 
 PROGRAMS = {
@@ -18,7 +24,7 @@ PROGRAMS = {
 }
 # What they do to a process, and exceptions, is not for that of the tests.
 ALONE = {"ChangesDirectory", "ConfiguresLogging", "ExitsInConstructor", "RaisesInReset"}
-ALONE |= {"LeavesAThread", "LeavesATimer", "ComputesInDoubles"}
+ALONE |= {"LeavesAThread", "LeavesATimer", "SetsTorch", "ClosesFiles", "ClosesStreams"}
 # CI tests one in four environments in each program, make test-long the rest.
 CASES = [
     pytest.param(
@@ -71,3 +77,53 @@ def test_it_trains_or_is_one_line_and_nothing_is_left(
         assert len(re.findall(env.__doc__, result.stderr)) == 1 or re.search(
             env.__doc__, result.stderr.splitlines()[-1]
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["SetsTorch", "ClosesFiles", "ClosesStreams", "RestartsAChild"]
+)
+def test_it_trains_in_the_learners_own_thread(name, tmp_path):
+    env = f"tests.hostile_envs:{name}-v0"
+    flags = args("monobeast", "logs", "--num_actors", 0, env=env, steps=800)
+    result = run(*flags, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    log = (tmp_path / "logs" / "x" / "out.log").read_text().splitlines()
+    assert sum("test it: python -m" in line for line in log) == 1
+    if name != "ClosesStreams":
+        assert "test it: python -m" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+class Seeds(Base):
+    """Sets torch's seed, and notes random numbers of its own."""
+
+    drawn = []
+
+    def __init__(self, seed=None):
+        self.seed = seed
+
+    def reset(self, *, seed=None, options=None):
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        self.drawn.append(float(torch.rand(())))
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_its_seeds_are_not_the_agents(seed, monkeypatch):
+    monkeypatch.setattr(Seeds, "drawn", [])
+    torch.manual_seed(7)
+    expected = torch.rand(5)
+
+    def create_env(*args):
+        torch.manual_seed(0)
+        return Environment([Seeds(seed), Seeds(seed)])
+
+    torch.manual_seed(7)
+    env = calls.create(create_env, argparse.Namespace(env="Seeds"), 2)
+    env.initial(1)
+    for _ in range(11):  # A whole episode, and the first step of the next.
+        env.step(np.zeros(2, np.int64))
+    assert torch.equal(torch.rand(5), expected)
+    assert len(Seeds.drawn) == 4 and len(set(Seeds.drawn)) == (1 if seed == 0 else 4)

@@ -476,7 +476,6 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--xpid", "a/b"], ["--xpid", "a/b"]),
         (["--env", "PongNoFrameskip-v4", "--env_args", "mode=1"],
          ["--env_args", "--sticky_actions"]),
-        (["--env", FAULTY + "Bytes-v0"], ["action space Box", "Discrete"]),
         (["--env", FAULTY + "Text-v0"], ["observation space Text"]),
     ],
 )  # fmt: skip

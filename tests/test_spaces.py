@@ -170,7 +170,8 @@ def test_actions_of_other_integer_types_and_lists_are_taken():
     "space",
     [
         spaces.Text(5),
-        spaces.Box(0, 255, (2,), np.uint8),
+        spaces.Box(0, 2**16, (2,), np.int32),
+        spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64),
         spaces.Box(0, 1, (2, 0)),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.Tuple([]),
@@ -300,48 +301,48 @@ def test_observations_become_arrays_as_the_space_declares_them(observation, vect
     [
         (
             Returns(np.zeros((2, 3))),
-            r"^observation is float64 \[2, 3\], expected float32",
+            r"observation is float64 \[2, 3\], expected float32",
         ),
         (
             Returns(OBSERVATION, space=spaces.Box(0, 255, (2, 2), np.uint8)),
-            r"^observation is float32 \[2, 2\], expected uint8",
+            r"observation is float32 \[2, 2\], expected uint8",
         ),
-        (Returns([[1], [2, 3]]), "^observation cannot be an array"),
-        (Returns({"a": 1}), "^observation is object"),
+        (Returns([[1], [2, 3]]), "observation cannot be an array"),
+        (Returns({"a": 1}), "observation is object"),
         (
             Returns({"a": 1}, space=spaces.Dict(b=spaces.Discrete(2))),
-            "^observation/b is not in the observation, a dict",
+            "observation/b is not in the observation, a dict",
         ),
         (
             Returns(
                 np.full((2, 2), 300, np.uint16), space=spaces.Box(0, 255, (2, 2), "u1")
             ),
-            "^observation has numbers that are no uint8: 300",
+            "observation has numbers that are no uint8: 300",
         ),
         (
             Returns(3, space=spaces.Discrete(3)),
-            r"^observation is \[3\], expected 0 to 2",
+            r"observation is \[3\], expected 0 to 2",
         ),
         (
             Returns([1, 4], space=spaces.MultiDiscrete([3, 2], start=[0, 2])),
-            r"^observation is \[\[1, 4\]\], expected \[0 2\] to \[2 3\]",
+            r"observation is \[\[1, 4\]\], expected \[0 2\] to \[2 3\]",
         ),
-        (Returns(reward=10**400), "^reward is '1000.*, expected one number"),
-        (Returns(reward=None), "^reward is 'None', expected one number"),
-        (Returns(reward=np.zeros(2)), r"^reward is '\[0. 0.\]', expected one number"),
-        (Returns(reward=float("nan")), "^reward of environment 0 is nan"),
+        (Returns(reward=10**400), "reward is '1000.*, expected one number"),
+        (Returns(reward=None), "reward is 'None', expected one number"),
+        (Returns(reward=np.zeros(2)), r"reward is '\[0. 0.\]', expected one number"),
+        (Returns(reward=float("nan")), "reward of environment 0 is nan"),
         (
             Returns(reward=1e39),
-            r"^reward of environment 0 is 1e\+39, expected a finite float32",
+            r"reward of environment 0 is 1e\+39, expected a finite float32",
         ),
         (
             Returns([0.0, -1e300], space=spaces.Box(-np.inf, np.inf, (2,), np.float64)),
-            r"^observation of environment 0 is -1e\+300, expected a finite float32",
+            r"observation of environment 0 is -1e\+300, expected a finite float32",
         ),
     ],
 )
 def test_what_is_not_as_the_spaces_declare_is_named(env, words):
-    with pytest.raises(BadStep, match=words):
+    with pytest.raises(BadStep, match=f"^environment Returns: {words}"):
         play(Environment(env), [[0]])
 
 
@@ -353,13 +354,13 @@ def test_a_first_step_unlike_its_space_is_the_users_mistake():
 @pytest.mark.parametrize(
     "method, result, words",
     [
-        ("reset", np.zeros(3), r"^reset\(\) returned ndarray, expected \(observation"),
-        ("step", (1, 2, 3), r"^step\(\) returned 3 things, expected \(observation"),
+        ("reset", np.zeros(3), r"reset\(\) returned ndarray, expected \(observation"),
+        ("step", (1, 2, 3), r"step\(\) returned 3 things, expected \(observation"),
     ],
 )
 def test_results_of_another_form_are_named(monkeypatch, method, result, words):
     monkeypatch.setattr(envs.Counter, method, lambda *args, **kwargs: result)
-    with pytest.raises(BadStep, match=words):
+    with pytest.raises(BadStep, match=f"^environment Counter: {words}"):
         play(Environment(envs.Counter()), [[0]])
 
 

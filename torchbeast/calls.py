@@ -158,6 +158,8 @@ def wait(done=lambda: False):
         now = time.monotonic()
         seen = {call: seen.get(call, now) for call in _innermost() or [None]}
         if now - min(seen.values()) > RETURN_S:
+            for call in _innermost():
+                log.warning("%s: no return in %g s, no close()", call.what, RETURN_S)
             return
         time.sleep(0.01)
 
@@ -173,13 +175,10 @@ def _signals_deferred():
         return
     first = None  # (signal, when it came)
     left = threading.Event()
-    process = os.getpid()
 
     def handler(signum, frame):
         nonlocal first
-        if os.getpid() != process:  # An environment has forked.
-            before[signum](signum, frame)
-        elif first is None:
+        if first is None:
             first = signal.Signals(signum), time.monotonic()
             end()
         elif time.monotonic() > first[1] + 1:
@@ -207,20 +206,49 @@ def _signals_deferred():
             raise Terminated(first[0])
 
 
+_random = None  # The state of torch's random numbers that is environments' own.
+
+
 @contextlib.contextmanager
-def _dtype_kept():
-    """A context after which torch's default dtype is what it was: an environment may
-    set it for itself, and networks are made after it. In the first thread alone: in a
-    server's others there are no networks, and torch may be half imported."""
+def torch_kept():
+    """A context after which torch's dtype, device and gradients by default are what
+    they were, and its random numbers go on as if nothing had been: an environment may
+    set them for itself, whose seeds are not to be the agent's. In the first thread
+    alone: in a server's others there are no networks, and torch may be half imported.
+    """
     torch = sys.modules.get("torch")
     if threading.current_thread() is not threading.main_thread() or torch is None:
         yield
         return
-    dtype = torch.get_default_dtype()
+    global _random
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    gradients, own = torch.is_grad_enabled(), torch.get_rng_state()
+    if _random is not None:
+        torch.set_rng_state(_random)
     try:
         yield
     finally:
+        _random = torch.get_rng_state()
+        torch.set_rng_state(own)
         torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        torch.set_grad_enabled(gradients)
+
+
+@contextlib.contextmanager
+def _files_kept():
+    """A context after which standard input, output and error are open, if they were."""
+    copies = [os.dup(fd) for fd in range(3)]
+    try:
+        yield
+    finally:
+        for fd, copy in enumerate(copies):
+            try:
+                os.fstat(fd)
+            except OSError:
+                os.dup2(copy, fd)
+            os.close(copy)
 
 
 def create(create_env, flags, num_envs, render_mode=None, seed=None):
@@ -229,7 +257,7 @@ def create(create_env, flags, num_envs, render_mode=None, seed=None):
     env = None
     call = Call(f"create_env() of --env {flags.env}")
     try:
-        with _signals_deferred(), _dtype_kept(), call:
+        with _signals_deferred(), torch_kept(), _files_kept(), call:
             env = create_env(flags, num_envs, render_mode, seed)
     except Terminated:
         if env is not None:

@@ -23,6 +23,7 @@ ACCELERATORS = "cuda", "xpu"  # NVIDIA's and AMD's GPUs; Intel's, which are untr
 def set_defaults(flags):
     """Fills in the flags of run_parser() whose defaults depend on the machine. Raises
     BadInput if it has a GPU that PyTorch cannot use."""
+    torch.backends.cudnn.allow_tf32 = False  # Until an agent with images has chosen.
     if flags.learner_device is None:
         flags.learner_device = name = find_accelerator()
         if ranks.current.num > 1 and name != "cpu":
@@ -110,7 +111,8 @@ def choose_precision(flags, space):
             flags.precision = "bfloat16"
         else:
             flags.precision = "float32"
-    torch.backends.cudnn.allow_tf32 = flags.precision == "tf32"
+    if has_images(space):  # Another policy may have none.
+        torch.backends.cudnn.allow_tf32 = flags.precision == "tf32"
 
 
 def precision(agent):
@@ -183,6 +185,17 @@ class Lazy(MutableMapping, dict):
 
     def __iter__(self):  # Else dict() and ** would take what is not sent yet.
         return dict.__iter__(self)
+
+
+def copy_into(nest, into):
+    """Copies a nest's tensors into those of another on the same device, all of a dtype
+    in one launch."""
+    by_dtype = {}
+    map_structure(
+        lambda x, y: by_dtype.setdefault(x.dtype, []).append((y, x)), nest, into
+    )
+    for pairs in by_dtype.values():
+        torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
 def to_device(nest, device):

@@ -43,7 +43,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from multiprocessing.process import ORIGINAL_DIR  # type: ignore[attr-defined]
 
 import gymnasium
@@ -51,11 +50,11 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
-from torchbeast import hints, images, masks, old_gym, pettingzoo, seats, turns
+from torchbeast import hints, images, masks, pettingzoo, seats, turns
 from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import replaced
-from torchbeast.old_gym import OLD, PETTINGZOO, OldGym
+from torchbeast.old_gym import OldGym
 from torchbeast.process import take_signals_back
 from torchbeast.spaces import BadStep, check_finite
 from torchbeast.vector import Separate, Vector, envpool_spec
@@ -109,38 +108,8 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
         kwargs["disable_env_checker"] = True
         create = functools.partial(gymnasium.make, name, **kwargs)
         return _make(name, num_envs, create)
-    except TypeError as e:
-        cause = e.__cause__ or e  # Gymnasium's says more of itself.
-        # A class without __init__() does not name the argument that it refuses.
-        refused = "render_mode" in str(cause) or str(cause).endswith(
-            "takes no arguments"
-        )
-        what = "shown" if render_mode and refused else "made"
-        text = f"environment {env_id!r} cannot be {what}: {first_line(cause, False)}"
-        file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
-        if file not in (gymnasium.envs.registration.__file__, __file__):
-            text += f" ({file}:{line})"
-        elif "argument" in text and what == "made":
-            if "unexpected keyword" in text and name in gymnasium.registry:
-                text += f": expected {hints.arguments(gymnasium.spec(name))}"
-            else:
-                text += ": give its arguments by --env_args NAME=VALUE"
-        elif "pettingzoo" in text:
-            text = f"environment {env_id!r} cannot be made: {PETTINGZOO}"
-        elif "must inherit from the gymnasium.Env" in text:
-            text = f"environment {env_id!r} cannot be made: {OLD}"
-        raise BadInput(text) from e
-    except (gymnasium.error.Error, ImportError) as e:
-        if isinstance(e, gymnasium.error.Error) and name not in gymnasium.registry:
-            if old_gym.registers(name):
-                raise BadInput(f"environment {env_id!r} cannot be made: {OLD}") from e
-            raise BadInput(
-                f"unknown environment {env_id!r}{hints.close(env_id)}"
-            ) from e
-        reason = " ".join(str(e).split())
-        if "Gym is incompatible with Gymnasium" in reason:
-            reason = OLD
-        raise BadInput(f"environment {env_id!r} cannot be made: {reason}") from e
+    except (TypeError, gymnasium.error.Error, ImportError) as e:
+        raise BadInput(hints.not_made(e, env_id, render_mode, __file__)) from e
 
 
 def _make_vector(spec, num_envs, seed, kwargs):
@@ -182,6 +151,20 @@ def _make(name, num_envs, create):
             ) from e
         raise
     return envs
+
+
+class Naming:
+    """A context in which BadSteps name their environment."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, _):
+        if kind is BadStep:
+            error.args = (f"environment {self._name}: {error}",)
 
 
 class Environment:
@@ -232,6 +215,7 @@ class Environment:
             images.prepare(self.env.observations, resize, layout)
         self.num_acting = self.num_agents if self.env.waits is None else 1
         self.name = self.env.name
+        self._naming = Naming(self.name)
         self.of_policies = getattr(self.env, "union", None) is not None
         self.num_envs = self.env.num_envs
         self.observation_space = self.env.observations.space
@@ -251,16 +235,18 @@ class Environment:
         Each environment gets a seed of its own. Raises BadStep if an observation is not
         what the space declares.
         """
-        observation = self.env.reset(seed)
+        with self._naming:
+            observation = self.env.reset(seed)
         E = self.num_envs
         self._last = np.zeros(E, bool)
         self._episode_end = np.zeros(E, bool)
         self._episode_step = np.zeros(E, np.int32)
         self._episode_return = np.zeros(E)
         self._training_return = np.zeros(E)
-        zeros = np.zeros(E, bool)
+        no = np.zeros(E, bool)
         action = self._action = self.actions.zeros()  # Each row's newest one.
-        return self._step(observation, np.zeros(E), ~zeros, zeros, zeros, zeros, action)
+        with self._naming:
+            return self._step(observation, np.zeros(E), ~no, no, no, no, action)
 
     def step(self, action) -> dict:
         """Steps all environments.
@@ -275,7 +261,9 @@ class Environment:
         if self._mask is not None:
             self.env.masks.check(action, self._mask, done)
         waited = self.env.waits
-        observation, reward, terminated, truncated, end, metrics = self.env.step(given)
+        with self._naming:
+            stepped = self.env.step(given)
+        observation, reward, terminated, truncated, end, metrics = stepped
         self._episode_step[self._episode_end] = 0
         self._episode_return[self._episode_end] = 0
         self._training_return[done] = 0
@@ -295,7 +283,9 @@ class Environment:
         for m in metrics:
             if m is not None:
                 self.add_metrics(m)
-        return self._step(observation, reward, done, terminated, truncated, end, action)
+        step = observation, reward, done, terminated, truncated, end, action
+        with self._naming:
+            return self._step(*step)
 
     def _step(self, observation, reward, done, terminated, truncated, end, action):
         reward = np.where(done, 0, reward)
@@ -420,7 +410,12 @@ def first_step(env, seed=0):
     try:
         return env.initial(seed)
     except BadStep as e:
-        raise BadInput(f"environment {env.name}: {e}") from e
+        raise BadInput(str(e)) from e
+    except TypeError as e:
+        if not re.search("unexpected keyword argument '(seed|options)'", str(e)):
+            raise
+        expected = "expected reset(self, *, seed=None, options=None)"
+        raise BadInput(f"environment {env.name}: {first_line(e)}: {expected}") from e
 
 
 def try_step(env):
@@ -430,7 +425,7 @@ def try_step(env):
     try:
         env.step(env.some_action())
     except BadStep as e:
-        raise BadInput(f"environment {env.name}: {e}") from e
+        raise BadInput(str(e)) from e
     except NotWanted:
         raise
     except Exception:

@@ -63,12 +63,15 @@ def _sum_of_slices(parameters, loss, batch, reduction):
 def means(statistics):
     """Returns the means {name: tensor []} of several gradient steps' statistics, of
     which some may lack a name."""
+
+    def mean(xs):
+        if len(xs) == 1:
+            return xs[0]
+        tensors = torch.is_tensor(xs[0])
+        return torch.stack(xs).float().mean() if tensors else sum(xs) / len(xs)
+
     names = dict.fromkeys(k for x in statistics for k in x)
-    values = {k: [x[k] for x in statistics if k in x] for k in names}
-    return {
-        k: torch.stack(x).float().mean() if torch.is_tensor(x[0]) else sum(x) / len(x)
-        for k, x in values.items()
-    }
+    return {k: mean([x[k] for x in statistics if k in x]) for k in names}
 
 
 @torch.no_grad()

@@ -42,6 +42,8 @@ class Graphs:
 
     def __init__(self, flags, device, optimizer):
         self._stream, self._batches, self._steps = None, {}, {}
+        # The fastest kernel for each shape. (Without graphs acting has many shapes.)
+        torch.backends.cudnn.benchmark = bool(flags.cuda_graphs)
         if not flags.cuda_graphs:
             return
         if device.type != "cuda":
@@ -49,7 +51,6 @@ class Graphs:
         if (num := ranks.current.num) > 1:  # They sum gradients within a step.
             raise BadInput(f"--cuda_graphs: expected one learner, there are {num}")
         self._stream = torch.cuda.Stream(device)
-        torch.backends.cudnn.benchmark = True  # The fastest kernel for each shape.
         for group in optimizer.param_groups:
             group.update(capturable=True, lr=torch.tensor(group["lr"], device=device))
         warnings.filterwarnings("ignore", ".*without CUDA graph capture")
@@ -63,8 +64,8 @@ class Graphs:
         if key not in self._batches:
             if sum(name == key[0] for name, _ in self._batches) == MAX_SHAPES:
                 return functools.partial(gradient_step, batch)
-            self._batches[key] = map_structure(_copy, batch)
-        map_structure(_copy, batch, self._batches[key])
+            self._batches[key] = map_structure(torch.clone, batch)
+        devices.copy_into(batch, self._batches[key])
 
         def step(*others):
             case = *key, _shapes(others)
@@ -167,25 +168,33 @@ class _Step:
         # Frees the memory of the one before.
         self._result, self._numbers = None, None
         graph, self._others = torch.cuda.CUDAGraph(), map_structure(_copy, others)
-        # Other threads may do as they like meanwhile.
-        options = dict(stream=self._stream, capture_error_mode="thread_local")
-        try:
-            with torch.cuda.graph(graph, **options):
-                self._result = function(batch, *self._others)
-                for name, x in leaves(self._result):
-                    if x.device.type != "cuda":
-                        raise RuntimeError(f"a result on the CPU: {name}")
-                numbers = [x for _, x in leaves(self._result) if x.dim() == 0]
-                self._numbers = torch.stack(numbers) if numbers else torch.zeros(0)
-        except torch.OutOfMemoryError as e:
-            raise Stop("no memory is left for a graph: --no-cuda_graphs") from e
-        except RuntimeError as e:
-            while e.__context__ is not None:  # The first one says what it was.
-                e = e.__context__
-            at = traceback.extract_tb(e.__traceback__)[-1]
-            what = f"a graph cannot have {at.filename}:{at.lineno}: {first_line(e)}"
-            raise BadInput(f"{what}; --no-cuda_graphs does without them") from e
+        with capturing(graph, self._stream):
+            self._result = function(batch, *self._others)
+            for name, x in leaves(self._result):
+                if x.device.type != "cuda":
+                    raise RuntimeError(f"a result on the CPU: {name}")
+            numbers = [x for _, x in leaves(self._result) if x.dim() == 0]
+            self._numbers = torch.stack(numbers) if numbers else torch.zeros(0)
         self._graph = graph
+
+
+@contextlib.contextmanager
+def capturing(graph, stream=None, remedy="--no-cuda_graphs does without them"):
+    """A context whose launches, on a stream of the current device, are captured. Raises
+    BadInput if they cannot be, Stop if no memory is left for them."""
+    try:
+        # Other threads may do as they like meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+            yield
+    except torch.OutOfMemoryError as e:
+        raise Stop(f"no memory is left for a graph: {remedy}") from e
+    except RuntimeError as e:
+        while e.__context__ is not None:  # The first one says what it was.
+            e = e.__context__
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        what = f"a graph cannot have {at.filename}:{at.lineno}: {first_line(e)}"
+        raise BadInput(f"{what}; {remedy}") from e
 
 
 def _shapes(nest):

@@ -6,9 +6,49 @@ No torch in here: environment servers import this file.
 import difflib
 import inspect
 import re
+import traceback
 
 import gymnasium
-from gymnasium.envs.registration import load_env_creator
+from gymnasium.envs import registration
+
+from torchbeast import old_gym
+from torchbeast.messages import first_line
+from torchbeast.old_gym import OLD, PETTINGZOO
+
+
+def not_made(error, env_id, render_mode, caller):
+    """Returns one line that says why the constructor of an environment raised an error,
+    and what to type instead. caller: the file that called it."""
+    _, _, name = env_id.rpartition(":")
+    of_registry = name in gymnasium.registry
+    not_made = f"environment {env_id!r} cannot be made: "
+    if not isinstance(error, TypeError):
+        if isinstance(error, gymnasium.error.Error) and not of_registry:
+            if old_gym.registers(name):
+                return not_made + OLD
+            return f"unknown environment {env_id!r}{close(env_id)}"
+        reason = " ".join(str(error).split())
+        return not_made + (
+            OLD if "is incompatible with Gymnasium" in reason else reason
+        )
+    cause = error.__cause__ or error  # Gymnasium's says more of itself.
+    text = first_line(cause, False)
+    # A class without __init__() does not name the argument that it refuses.
+    refused = "render_mode" in str(cause) or str(cause).endswith("takes no arguments")
+    if render_mode and refused:
+        return f"environment {env_id!r} cannot be shown: {text}"
+    file, line, *_ = traceback.extract_tb(cause.__traceback__)[-1]
+    if file not in (registration.__file__, caller):
+        text += f" ({file}:{line})"
+    elif "unexpected keyword" in text and of_registry:
+        text += f": expected {arguments(gymnasium.spec(name))}"
+    elif "argument" in text:
+        text += ": give its arguments by --env_args NAME=VALUE"
+    elif "pettingzoo" in text:
+        text = PETTINGZOO
+    elif "must inherit from the gymnasium.Env" in text:
+        text = OLD
+    return not_made + text
 
 
 def close(env_id):
@@ -43,7 +83,7 @@ def arguments(spec):
     """Returns what arguments an environment's constructor takes."""
     entry_point = spec.entry_point or spec.vector_entry_point
     if isinstance(entry_point, str):
-        entry_point = load_env_creator(entry_point)
+        entry_point = registration.load_env_creator(entry_point)
     try:
         names = list(inspect.signature(entry_point).parameters)
     except ValueError:  # It is a function in C.

@@ -38,13 +38,15 @@ class PublishedWeights:
     def publish(self, model, version):
         """Returns an event that has passed once the weights are there, or None if they
         are."""
-        on_host = self.device.type == "cpu"
-        weights = [
-            x.detach().to(self.device, non_blocking=on_host, copy=True)
-            for x in model.state_dict().values()
-        ]
+        on_host, state = self.device.type == "cpu", list(model.state_dict().values())
+        own = next(model.parameters()).device
+        if own == self.device:
+            weights = [torch.empty_like(x) for x in state]
+            devices.copy_into(state, weights)
+        else:
+            weights = [x.to(self.device, non_blocking=on_host) for x in state]
         # Which device copies: the learner's may be a GPU.
-        device = next(model.parameters()).device if on_host else self.device
+        device = own if on_host else self.device
         copied = devices.record_event(device)
         self._published = (version, weights, copied), *self._published[:1]
         return copied
@@ -66,7 +68,7 @@ class PublishedWeights:
                 stream.wait_event(copied)
                 for x in weights:
                     x.record_stream(stream)
-            torch._foreach_copy_(list(model.state_dict().values()), weights)
+            devices.copy_into(weights, list(model.state_dict().values()))
         return version
 
 

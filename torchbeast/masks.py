@@ -116,9 +116,9 @@ class Masks:
         some = np.logical_or.reduceat(masks, self._starts, axis=1).all(1)  # [E]
         if not some.all():
             if (bad := np.flatnonzero(~some & ~last)).size:
+                mask = str(masks[bad[0]].astype(int).tolist())[:50]
                 raise BadStep(
-                    f"{self._name} of {self.who(bad[0])} allows no action: "
-                    f"{masks[bad[0]].astype(int).tolist()}"
+                    f"{self._name} of {self.who(bad[0])} allows no action: {mask}"
                 )
             masks[~some] = True
         return masks

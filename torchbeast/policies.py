@@ -2,12 +2,13 @@
 for each."""
 
 import contextlib
+import functools
 import re
 
 import torch
 from torch import nn
 
-from torchbeast import ranks, rollouts, union
+from torchbeast import devices, graphs, ranks, rollouts, union
 from torchbeast.environment import Environment
 from torchbeast.flags import Parser, agent_parser, load_agent
 from torchbeast.messages import BadInput, first_line
@@ -39,6 +40,15 @@ def make_agent(flags, env):
         raise BadInput(f"{message}: {first_line(e)}") from e
 
 
+def acting(agent, device):
+    """Returns the agent's act() on the device, for batches in host memory
+    (graphs.Acting). Several policies have one each."""
+    if not isinstance(agent, Several):
+        return graphs.Acting(agent, device)
+    acts = {name: graphs.Acting(x, device) for name, x in agent.agents.items()}
+    return functools.partial(agent.act_by, acts, device)
+
+
 def make_judged(flags, env):
     """Makes what plays where an agent is judged: what make_agent() does, or in
     self-play the learner's agent alone."""
@@ -67,8 +77,6 @@ class Several:
     frozen: policies that do not learn
     """
 
-    acts_in_graphs = False  # Each acts on as many rows as there happen to be.
-
     def __init__(self, flags, env, agents, frozen):
         self.flags, self.agents, self.frozen = flags, agents, frozen
         self._choices, self._like = None, {}
@@ -93,18 +101,25 @@ class Several:
         return core_state[name]
 
     def act(self, step, core_state, greedy=False):
-        return self._act("act", step, core_state, greedy)
+        acts = {
+            name: functools.partial(agent.act, greedy=greedy)
+            for name, agent in self.agents.items()
+        }
+        return self.act_by(acts, torch.device("cpu"), step, core_state)
 
     def act_in_test(self, step, core_state):
-        return self._act("act_in_test", step, core_state)
+        acts = {name: agent.act_in_test for name, agent in self.agents.items()}
+        return self.act_by(acts, torch.device("cpu"), step, core_state)
 
     @torch.inference_mode()
-    def _act(self, method, step, core_state, *args):
-        step, all_outputs = dict(step), {}
+    def act_by(self, acts, device, step, core_state):
+        """As act(), of batches in host memory, by functions {policy: its act()} that
+        take those in page-locked memory where the device is a GPU."""
+        all_outputs = {}
         core_state = map_structure(torch.clone, core_state)
         # (Numbers that a server makes up do no harm.)
         numbers = step["policy"][0].clamp(max=len(self.agents) - 1)
-        for number, (name, agent) in enumerate(self.agents.items()):
+        for number, (name, act) in enumerate(acts.items()):
             rows = (numbers == number).nonzero()[:, 0]
             acts = len(rows) > 0
             if not acts and (self._choices is None or name in self._like):
@@ -112,9 +127,10 @@ class Several:
             if not acts:  # Only to see what its outputs are like.
                 rows = rows.new_zeros(1)
             nests = step, self.state_of(name, core_state)
-            own, state = map_structure(lambda x, i=rows: x.index_select(1, i), nests)
-            own = self._own(name, own)
-            outputs, after = getattr(agent, method)(own, state, *args)
+            own, state = map_structure(
+                lambda x, i=rows: devices.select(x, i, device), nests
+            )
+            outputs, after = act(self._own(name, own), state)
             self._like[name] = map_structure(lambda x: x[:, :0], outputs)
             if acts:
                 all_outputs[name] = rows, outputs

@@ -94,11 +94,17 @@ def lead_group():
     for s in SIGNALS:
         signal.signal(s, _do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    os.register_at_fork(after_in_child=_default_signals)
+    default_signals_in_forks()
 
 
 def _do_nothing(signum, frame):
     pass
+
+
+def default_signals_in_forks():
+    """Has a process that an environment forks get SIGNALS as by default: handlers of
+    ours would only note them there."""
+    os.register_at_fork(after_in_child=_default_signals)
 
 
 def _default_signals():
@@ -337,6 +343,8 @@ def leave(code):
 
     threading.Thread(target=insist, name="insist", daemon=True).start()
     for file in filter(None, (sys.stdout, sys.stderr)):
+        if file.closed:  # By an environment.
+            continue
         try:
             file.flush()
         except OSError:  # The terminal is closed: Python would exit with code 120.

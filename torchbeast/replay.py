@@ -306,12 +306,15 @@ class Credit:
         """Yields once for each update that is due after a batch of new rollouts, if
         each learns from num_learned steps: on all ranks as often. With one rank, raises
         Stop after a signal."""
-        new = torch.full_like(batch["done"][0], unroll_length, dtype=torch.int64)
-        if "mask" in batch:
-            new = batch["mask"][1:].sum(0)
-        counts = torch.stack([new.sum(), torch.full_like(new[0], self.ring.drawable)])
-        ranks.current.sum(counts)
-        num_new, num_drawable = counts.tolist()
+        num_new = unroll_length * batch["done"].shape[1]
+        num_drawable = int(self.ring.drawable)
+        if "mask" in batch or ranks.current.num > 1:  # Else a GPU is not waited for.
+            new = torch.full_like(batch["done"][0], unroll_length, dtype=torch.int64)
+            if "mask" in batch:
+                new = batch["mask"][1:].sum(0)
+            counts = torch.stack([new.sum(), torch.full_like(new[0], num_drawable)])
+            ranks.current.sum(counts)
+            num_new, num_drawable = counts.tolist()
         self.num_before -= num_new
         if self.num_before > 0:
             return

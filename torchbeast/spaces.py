@@ -4,6 +4,7 @@ No torch in here: environment servers import this file.
 """
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 from gymnasium import spaces
@@ -198,17 +199,18 @@ class Actions:
     """Checks actions and turns them into what environments take.
 
     An action of E environments is a nest of arrays [E, ...] like the space: int64,
-    counted from 0, of Discrete, MultiDiscrete and MultiBinary; float32 of a Box; a
-    tuple or dict of them of Tuple and Dict.
+    counted from 0, of Discrete, MultiDiscrete, MultiBinary and Boxes of integers;
+    float32 of other Boxes; a tuple or dict of them of Tuple and Dict.
 
-    space:  of one environment's actions; BadInput if it is not supported
+    space:  of one environment's actions, where a Box of integers is a MultiDiscrete;
+            BadInput if it is not supported
     leaves: an Action for each array
     """
 
     def __init__(self, space, num_envs):
-        self.space = space
         self.num_envs = num_envs
         self.leaves = list(_action_leaves(space))
+        self.space = _with_choices(space)
 
     def nest(self, arrays):
         """Returns the nest of one array for each leaf."""
@@ -289,6 +291,9 @@ class Action:
             self.num_choices, self._start = space.nvec, space.start
         elif isinstance(space, spaces.MultiBinary):
             self.num_choices = np.full(space.shape, 2)
+        elif _is_of_integers(space):
+            self.num_choices = _num_choices(space).astype(np.int64)
+            self._start = space.low
         else:
             self.num_choices, self.dtype = None, np.dtype(np.float32)
             limits = [np.finfo(t) for t in (np.float32, space.dtype)]
@@ -310,7 +315,7 @@ class Action:
 
     def rows(self, x):
         # Everything that is in a Box is an array.
-        return map(np.asarray, x) if self.num_choices is None else x
+        return map(np.asarray, x) if isinstance(self.space, spaces.Box) else x
 
     def check(self, x):
         """Raises ValueError if an array [E, ...] has numbers that are none of the
@@ -335,11 +340,35 @@ def _action_leaves(space, keys=()):
     elif (
         isinstance(space, LEAVES)
         and 0 not in space.shape
-        and (not isinstance(space, spaces.Box) or space.dtype.kind == "f")
+        and (not _is_of_integers(space) or (_num_choices(space) <= MAX_CHOICES).all())
     ):
         yield Action(space, keys)
     else:
         raise unsupported_actions(space)
+
+
+def _is_of_integers(space):
+    return isinstance(space, spaces.Box) and space.dtype.kind != "f"
+
+
+def _num_choices(box):
+    return box.high.astype(float) - box.low.astype(float) + 1
+
+
+def _with_choices(space):
+    """Returns a space of actions with a MultiDiscrete for each Box of integers, any of
+    which may be chosen."""
+    if entries := children(space):
+        parts = OrderedDict((key, _with_choices(part)) for key, part in entries)
+        of_dict = isinstance(space, spaces.Dict)  # Whose order is kept so.
+        return spaces.Dict(parts) if of_dict else spaces.Tuple(parts.values())
+    if not _is_of_integers(space):
+        return space
+    numbers = _num_choices(space).astype(np.int64)
+    start = space.low.astype(np.int64)
+    if space.shape == ():
+        return spaces.Discrete(int(numbers), start=int(start))
+    return spaces.MultiDiscrete(numbers, start=start)
 
 
 def _check_keys(space):
@@ -352,7 +381,8 @@ def unsupported_actions(space):
     """Returns the BadInput that says so."""
     return BadInput(
         f"action space {space} is not supported: use Discrete, MultiDiscrete, "
-        "MultiBinary, a Box of floating point numbers, or a Tuple or Dict of them"
+        "MultiBinary, a Box of floating point numbers, or of integers of at most "
+        f"{MAX_CHOICES:,} values each, or a Tuple or Dict of them"
     )
 
 

@@ -11,7 +11,14 @@ from torchbeast.masks import sizes
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import num_agents
-from torchbeast.spaces import Actions, BadStep, Observations, children, space_leaves
+from torchbeast.spaces import (
+    Actions,
+    BadStep,
+    Observations,
+    children,
+    space_leaves,
+    unsupported_actions,
+)
 from torchbeast.warp.autoreset import no_action, raised, to
 
 ARGUMENTS = {
@@ -45,7 +52,8 @@ def _check_declared(env):
     """Raises BadInput that names what is wrong with the environment's attributes."""
     if texts := Observations(env.observation_space, 1).texts:
         raise BadInput(f"{texts[0]} is text, expected numbers")
-    Actions(env.action_space, 1)
+    if Actions(env.action_space, 1).space != env.action_space:
+        raise unsupported_actions(env.action_space)
     _check_starts(env.action_space)
     if type(env.num_uniforms) is not int or env.num_uniforms < 0:
         what = "expected a whole number, 0 or more"

@@ -68,9 +68,10 @@ class HostEnvironment(environment.Environment):
         step = map_structure(lambda x: x.flatten(0, 1).numpy().copy(), step)
         step |= self._policy
         self._mask = step.get("action_mask")
-        for name in ("observation", "reward"):
-            for path, x in leaves(step[name], name):
-                check_finite(x, path)
+        with environment.Naming(self.name):
+            for name in ("observation", "reward"):
+                for path, x in leaves(step[name], name):
+                    check_finite(x, path)
         return step
 
     def all_out(self):
