@@ -202,7 +202,9 @@ def test_terminal_shows_a_live_line(savedir, monkeypatch):
     assert "\x1b[?25h" in text  # The cursor is shown again.
 
 
-def test_no_time_is_left_where_the_last_batch_went_beyond_the_end(monkeypatch):
+def test_the_line_of_a_run_has_a_speed_from_the_second_on_and_never_less_than_no_time(
+    monkeypatch,
+):
     run = types.SimpleNamespace(
         step=90, returns=[], shown=("total_loss", 0.0), num_agents=1,
         flags=argparse.Namespace(total_steps=100),
@@ -210,8 +212,11 @@ def test_no_time_is_left_where_the_last_batch_went_beyond_the_end(monkeypatch):
     shown = display.Display(run)
     now = iter([1e9, 2e9])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    for run.step in 110, 120:
-        shown.update()
+    run.step = 110
+    shown.update()
+    assert shown.text() == "step 110 of 100  return -  total_loss 0"
+    run.step = 120  # The last batch went beyond the end.
+    shown.update()
     assert "step 120 of 100" in shown.text() and "ETA 0:00:00" in shown.text()
     shown.close()
 

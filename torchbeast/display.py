@@ -19,8 +19,8 @@ class Display:
     def __init__(self, run):
         self.run = run
         self._live = None
-        self._line_at = time.monotonic()
-        self._recent = deque([(self._line_at, run.step)], maxlen=20)
+        self._line_at = -math.inf
+        self._recent = deque(maxlen=20)  # From the first update on: a start takes time.
         if sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
@@ -58,19 +58,19 @@ class Display:
     def text(self):
         run = self.run
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
-        sps = (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
-        left = max(0, run.flags.total_steps - run.step)
-        seconds = left / sps if sps else math.inf
-        eta = datetime.timedelta(seconds=int(seconds)) if seconds < 1e9 else "?"
+        parts = [f"step {run.step:,} of {run.flags.total_steps:,}"]
+        if t1 > t0:
+            sps, agents = (s1 - s0) / (t1 - t0), run.num_agents
+            left = max(0, run.flags.total_steps - run.step)
+            seconds = left / sps if sps else math.inf
+            eta = datetime.timedelta(seconds=int(seconds)) if seconds < 1e9 else "?"
+            speed = f"{sps:,.0f} steps/s"
+            if agents > 1:
+                speed = f"{sps:,.0f} agent steps/s, {sps / agents:,.0f} env steps/s"
+            parts += [speed, f"ETA {eta}"]
         mean = f"{sum(run.returns) / len(run.returns):.1f}" if run.returns else "-"
         name, x = run.shown
-        speed = f"{sps:,.0f} steps/s"
-        if run.num_agents > 1:
-            speed = f"{sps:,.0f} agent steps/s, {sps / run.num_agents:,.0f} env steps/s"
-        return (
-            f"step {run.step:,} of {run.flags.total_steps:,}  {speed}  "
-            f"ETA {eta}  return {mean}  {name} {x:.3g}"
-        )
+        return "  ".join([*parts, f"return {mean}", f"{name} {x:.3g}"])
 
     def close(self):
         if self._live:
