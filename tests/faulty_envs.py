@@ -112,6 +112,10 @@ class Flaky(Quick):
         return super().step(action)
 
 
+class Table(Base):
+    action_space = spaces.MultiDiscrete([[2, 3], [4, 5]])  # Its repr has two lines.
+
+
 class Text(Base):
     observation_space = spaces.Text(10)
 
@@ -171,6 +175,7 @@ for _env in (
     HugeReward,
     Stuck,
     Flaky,
+    Table,
     Text,
     Seeds,
     Metrics,

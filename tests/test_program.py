@@ -481,6 +481,8 @@ def test_signal_in_serial_mode_saves(savedir):
         (["--xpid", "a/b"], ["--xpid", "a/b"]),
         (["--env", "PongNoFrameskip-v4", "--env_args", "mode=1"],
          ["--env_args", "--sticky_actions"]),
+        (["--agent", "r2d2", "--env", FAULTY + "Table-v0"],
+         ["MultiDiscrete([[2 3] [4 5]]): use --agent polybeast or ppo"]),
         (["--env", FAULTY + "Text-v0"], ["observation space Text"]),
     ],
 )  # fmt: skip

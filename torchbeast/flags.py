@@ -79,6 +79,7 @@ def error_line(prog, message):
     one prints, and torchrun ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)
+    message = re.sub(r"\s*\n\s*", " ", str(message))  # Of a space, for one.
     return f"{prog}: error: {message}\n"
 
 
