@@ -206,30 +206,49 @@ def _signals_deferred():
             raise Terminated(first[0])
 
 
-_random = None  # The state of torch's random numbers that is environments' own.
+def _torch():
+    """Returns torch in the first thread, if it is imported. In a server's others there
+    are no networks, and it may be half imported."""
+    if threading.get_ident() == threading.main_thread().ident:
+        return sys.modules.get("torch")
+
+
+class _RandomOfEnvironments:
+    """A context in which torch's random numbers are environments' own, whose seeds are
+    not to be the agent's."""
+
+    _state = None
+
+    def __enter__(self):
+        self._generator = getattr(_torch(), "default_generator", None)
+        if self._generator is not None:
+            self._agents = self._generator.get_state()
+            if self._state is not None:
+                self._generator.set_state(self._state)
+
+    def __exit__(self, *_):
+        if self._generator is not None:
+            self._state = self._generator.get_state()
+            self._generator.set_state(self._agents)
+
+
+random_of_environments = _RandomOfEnvironments()
 
 
 @contextlib.contextmanager
-def torch_kept():
+def _torch_kept():
     """A context after which torch's dtype, device and gradients by default are what
-    they were, and its random numbers go on as if nothing had been: an environment may
-    set them for itself, whose seeds are not to be the agent's. In the first thread
-    alone: in a server's others there are no networks, and torch may be half imported.
-    """
-    torch = sys.modules.get("torch")
-    if threading.current_thread() is not threading.main_thread() or torch is None:
+    they were: an environment may set them for itself, and networks are made after
+    it."""
+    if (torch := _torch()) is None:
         yield
         return
-    global _random
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    gradients, own = torch.is_grad_enabled(), torch.get_rng_state()
-    if _random is not None:
-        torch.set_rng_state(_random)
+    gradients = torch.is_grad_enabled()
     try:
-        yield
+        with random_of_environments:
+            yield
     finally:
-        _random = torch.get_rng_state()
-        torch.set_rng_state(own)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(device)
@@ -257,7 +276,7 @@ def create(create_env, flags, num_envs, render_mode=None, seed=None):
     env = None
     call = Call(f"create_env() of --env {flags.env}")
     try:
-        with _signals_deferred(), torch_kept(), _files_kept(), call:
+        with _signals_deferred(), _torch_kept(), _files_kept(), call:
             env = create_env(flags, num_envs, render_mode, seed)
     except Terminated:
         if env is not None:

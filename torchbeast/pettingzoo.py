@@ -20,7 +20,7 @@ import gymnasium
 import numpy as np
 
 from torchbeast import union
-from torchbeast.calls import Call, torch_kept
+from torchbeast.calls import Call, random_of_environments
 from torchbeast.masks import NAME
 from torchbeast.messages import BadInput
 from torchbeast.seats import Seats
@@ -183,7 +183,7 @@ class Rows(Separate):
     def _reset(self, e, seed=None):
         """Resets environment e. Yields the observations of its rows."""
         env = self.envs[e]
-        with torch_kept(), self._reset_call:
+        with random_of_environments, self._reset_call:
             result = env.reset(seed=seed)
         observations, infos = unpack("reset", result, RESET)
         self._check_spaces(env)

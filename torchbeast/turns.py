@@ -9,7 +9,7 @@ No torch in here: environment servers import this file.
 
 import numpy as np
 
-from torchbeast.calls import Call, torch_kept
+from torchbeast.calls import Call, random_of_environments
 from torchbeast.messages import BadInput
 from torchbeast.pettingzoo import NOTHING, Rows
 from torchbeast.spaces import BadStep
@@ -64,7 +64,7 @@ class Turns(Rows):
         return result
 
     def _reset(self, e, seed=None):
-        with torch_kept(), self._reset_call:
+        with random_of_environments, self._reset_call:
             self.envs[e].reset(seed=seed)
         self._check_spaces(self.envs[e])
         self._begun[e], self._ended[e] = set(), set()
