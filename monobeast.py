@@ -217,6 +217,7 @@ def train(flags):
     create_env = polybeast_env.create_env
     # Two environments show what steps look like.
     env, step = probe(create_env, flags, min(2, flags.envs_per_actor or 2))
+    seeds.set_seed(flags.seed)  # Environments may have set another.
     set_defaults(flags, env.num_agents)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)

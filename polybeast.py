@@ -322,6 +322,7 @@ def train(flags):
     create_env = polybeast_env.create_env
     # Two environments show what steps look like.
     env, step = probe(create_env, flags, min(2, flags.envs_per_server or 2))
+    seeds.set_seed(flags.seed)  # Environments may have set another.
     set_defaults(flags, env.num_agents, has_images(env.observation_space))
     sources = Sources(flags)
     device = devices.get_device(flags, "learner_device")

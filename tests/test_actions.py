@@ -1,6 +1,7 @@
 """Actions of every kind, from the agent to the environment."""
 
 import copy
+from collections import OrderedDict
 
 import gymnasium
 import numpy as np
@@ -28,6 +29,10 @@ SPACES = {
     "float16": spaces.Box(-1, 1, (3,), np.float16),
     "integers": spaces.Box(np.array([-3, 0]), np.array([2, 255]), dtype=np.int16),
     "integer": spaces.Dict(a=spaces.Box(5, 9, (), np.uint8)),
+    "far": spaces.Box(2**62, 2**62 + 4, (2,), np.int64),
+    "order": spaces.Tuple(
+        [spaces.Dict(OrderedDict(b=spaces.Discrete(2), a=spaces.Discrete(3)))]
+    ),
     "huge": spaces.Box(-1e300, 1e300, (2,), np.float64),
     "tuple": spaces.Tuple((spaces.Discrete(3, start=5), spaces.Box(-1, 1, (2,)))),
     "dict": spaces.Dict(

@@ -117,13 +117,26 @@ def test_its_seeds_are_not_the_agents(seed, monkeypatch):
     expected = torch.rand(5)
 
     def create_env(*args):
-        torch.manual_seed(0)
+        if seed is not None:
+            torch.manual_seed(seed)
         return Environment([Seeds(seed), Seeds(seed)])
 
+    monkeypatch.setattr(calls, "_random", None)
     torch.manual_seed(7)
     env = calls.create(create_env, argparse.Namespace(env="Seeds"), 2)
     env.initial(1)
     for _ in range(11):  # A whole episode, and the first step of the next.
         env.step(np.zeros(2, np.int64))
-    assert torch.equal(torch.rand(5), expected)
+    agents = torch.rand(5)
+    assert torch.equal(agents, expected) and not {*agents.tolist()} & {*Seeds.drawn}
     assert len(Seeds.drawn) == 4 and len(set(Seeds.drawn)) == (1 if seed == 0 else 4)
+
+
+def test_contexts_of_its_random_numbers_may_be_in_each_other():
+    before = torch.get_rng_state()
+    with calls.random_of_environments():
+        with calls.random_of_environments():
+            torch.manual_seed(0)
+            drawn = torch.rand(())
+        assert torch.rand(()) != drawn
+    assert torch.equal(torch.get_rng_state(), before)

@@ -172,6 +172,7 @@ def test_actions_of_other_integer_types_and_lists_are_taken():
         spaces.Text(5),
         spaces.Box(0, 2**16, (2,), np.int32),
         spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64),
+        spaces.Box(2**63, 2**63 + 4, (2,), np.uint64),
         spaces.Box(0, 1, (2, 0)),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.Tuple([]),

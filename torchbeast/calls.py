@@ -5,7 +5,6 @@ No torch in here: environment servers import this file.
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import threading
@@ -13,7 +12,12 @@ import time
 from collections import Counter
 
 from torchbeast.messages import BadInput, first_line, log
-from torchbeast.process import Terminated, end_group, signals_that_raise
+from torchbeast.process import (
+    Terminated,
+    end_group,
+    open_standard_files,
+    signals_that_raise,
+)
 
 SLOW_S = 5  # After which it is said what is waited for.
 RETURN_S = 5  # A call's time to return when nobody wants the environments any more.
@@ -213,26 +217,34 @@ def _torch():
         return sys.modules.get("torch")
 
 
-class _RandomOfEnvironments:
+_random = None  # The state of the random numbers that are environments'.
+_is_random = False  # They are what torch draws.
+
+
+@contextlib.contextmanager
+def random_of_environments():
     """A context in which torch's random numbers are environments' own, whose seeds are
     not to be the agent's."""
-
-    _state = None
-
-    def __enter__(self):
-        self._generator = getattr(_torch(), "default_generator", None)
-        if self._generator is not None:
-            self._agents = self._generator.get_state()
-            if self._state is not None:
-                self._generator.set_state(self._state)
-
-    def __exit__(self, *_):
-        if self._generator is not None:
-            self._state = self._generator.get_state()
-            self._generator.set_state(self._agents)
-
-
-random_of_environments = _RandomOfEnvironments()
+    global _random, _is_random
+    if (torch := _torch()) is None or _is_random:
+        yield
+        return
+    generator = torch.default_generator
+    agents = generator.get_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    if _random is None:
+        generator.manual_seed(generator.initial_seed() ^ 0x5EED)  # Others.
+    else:
+        generator.set_state(_random)
+    _is_random = True
+    try:
+        yield
+    finally:
+        _is_random = False
+        _random = generator.get_state()
+        generator.set_state(agents)
+        if on_gpus is not None:  # torch.manual_seed() sets those, too.
+            torch.cuda.set_rng_state_all(on_gpus)
 
 
 @contextlib.contextmanager
@@ -246,7 +258,7 @@ def _torch_kept():
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     gradients = torch.is_grad_enabled()
     try:
-        with random_of_environments:
+        with random_of_environments():
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -255,33 +267,20 @@ def _torch_kept():
         torch.set_grad_enabled(gradients)
 
 
-@contextlib.contextmanager
-def _files_kept():
-    """A context after which standard input, output and error are open, if they were."""
-    copies = [os.dup(fd) for fd in range(3)]
-    try:
-        yield
-    finally:
-        for fd, copy in enumerate(copies):
-            try:
-                os.fstat(fd)
-            except OSError:
-                os.dup2(copy, fd)
-            os.close(copy)
-
-
 def create(create_env, flags, num_envs, render_mode=None, seed=None):
     """Calls create_env(). Raises BadInput if it makes another number of
     environments."""
     env = None
     call = Call(f"create_env() of --env {flags.env}")
     try:
-        with _signals_deferred(), _torch_kept(), _files_kept(), call:
+        with _signals_deferred(), _torch_kept(), call:
             env = create_env(flags, num_envs, render_mode, seed)
     except Terminated:
         if env is not None:
             env.close()
         raise
+    finally:
+        open_standard_files()
     if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
             f"create_env() made {env.num_envs} environments, expected num_envs = "

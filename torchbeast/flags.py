@@ -19,9 +19,9 @@ import time
 from torchbeast.messages import BadInput, setup_logging
 from torchbeast.process import (
     children,
-    default_signals_in_forks,
     keep_freed_memory,
     kill_children,
+    leave_forks_alone,
     open_standard_files,
     terminable,
 )
@@ -219,7 +219,7 @@ def run_command(prog, body):
     """Returns what body() returns, the exit code of the command that this process is.
     BadInput becomes one line on stderr and exit code 2."""
     open_standard_files()
-    default_signals_in_forks()
+    leave_forks_alone()
     setup_logging()
     keep_freed_memory()
     children_before = children()

@@ -183,7 +183,7 @@ class Rows(Separate):
     def _reset(self, e, seed=None):
         """Resets environment e. Yields the observations of its rows."""
         env = self.envs[e]
-        with random_of_environments, self._reset_call:
+        with random_of_environments(), self._reset_call:
             result = env.reset(seed=seed)
         observations, infos = unpack("reset", result, RESET)
         self._check_spaces(env)

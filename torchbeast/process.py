@@ -6,6 +6,7 @@ No torch in here: environment servers import this file.
 import atexit
 import contextlib
 import ctypes
+import functools
 import glob
 import os
 import resource
@@ -94,22 +95,27 @@ def lead_group():
     for s in SIGNALS:
         signal.signal(s, _do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    default_signals_in_forks()
+    open_standard_files()
+    leave_forks_alone()
 
 
 def _do_nothing(signum, frame):
     pass
 
 
-def default_signals_in_forks():
-    """Has a process that an environment forks get SIGNALS as by default: handlers of
-    ours would only note them there."""
-    os.register_at_fork(after_in_child=_default_signals)
+@functools.cache
+def leave_forks_alone():
+    """Has a process that an environment forks get SIGNALS as by default, as handlers of
+    ours would only note them there, and none of our files."""
+    os.register_at_fork(after_in_child=_leave_alone)
 
 
-def _default_signals():
+def _leave_alone():
     for s in SIGNALS:
-        signal.signal(s, signal.SIG_DFL)
+        if signal.getsignal(s) != signal.SIG_IGN:  # By nohup.
+            signal.signal(s, signal.SIG_DFL)
+    while _copies:
+        os.close(_copies.pop())
 
 
 def end_group():
@@ -166,14 +172,23 @@ def kill_children(pids):
             os.kill(pid, signal.SIGKILL)
 
 
+_copies = []  # Of standard input, output and error.
+
+
 def open_standard_files():
-    """Opens /dev/null in place of standard input, output or error where they are
-    closed. Otherwise the next file that is opened would take their place."""
+    """Opens standard input, output and error where they are closed, as they were when
+    this was called first, or as /dev/null. Otherwise the next file that is opened would
+    take their place."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            if _copies:
+                os.dup2(_copies[fd], fd)
+            else:
+                os.open(os.devnull, os.O_RDWR)
+    if not _copies:
+        _copies.extend(os.dup(fd) for fd in range(3))
 
 
 class Terminated(KeyboardInterrupt):

@@ -340,7 +340,7 @@ def _action_leaves(space, keys=()):
     elif (
         isinstance(space, LEAVES)
         and 0 not in space.shape
-        and (not _is_of_integers(space) or (_num_choices(space) <= MAX_CHOICES).all())
+        and (not _is_of_integers(space) or _may_be_chosen(space))
     ):
         yield Action(space, keys)
     else:
@@ -352,7 +352,13 @@ def _is_of_integers(space):
 
 
 def _num_choices(box):
-    return box.high.astype(float) - box.low.astype(float) + 1
+    """Returns how many values each of its integers has, in Python's."""
+    return np.array(box.high.astype(object) - box.low.astype(object) + 1, object)
+
+
+def _may_be_chosen(box):
+    few = (_num_choices(box) <= MAX_CHOICES).all()
+    return few and int(box.high.max()) < 2**63
 
 
 def _with_choices(space):

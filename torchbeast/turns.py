@@ -64,7 +64,7 @@ class Turns(Rows):
         return result
 
     def _reset(self, e, seed=None):
-        with random_of_environments, self._reset_call:
+        with random_of_environments(), self._reset_call:
             self.envs[e].reset(seed=seed)
         self._check_spaces(self.envs[e])
         self._begun[e], self._ended[e] = set(), set()

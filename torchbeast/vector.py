@@ -75,7 +75,7 @@ class Separate:
         )
 
     def _reset(self, i, env, seed=None):
-        with random_of_environments, self._reset_call:
+        with random_of_environments(), self._reset_call:
             result = env.reset(seed=seed)
         return self.masks.take(*unpack("reset", result, RESET), i)
 
@@ -168,7 +168,7 @@ class Vector:
 
     def reset(self, seed):
         self._last = self._end = np.zeros(self.num_envs, bool)  # At the step before.
-        with random_of_environments, Call(f"reset() of {self.name}"):
+        with random_of_environments(), Call(f"reset() of {self.name}"):
             result = self.env.reset(seed=seed)
         observations = self.masks.take(*unpack("reset", result, RESET))
         if self.same_step and self.masks.of_step(self._last) is not None:
