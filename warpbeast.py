@@ -283,9 +283,9 @@ def check_memory(env, num_envs, specs, device, copies=1):
         available, _ = torch.cuda.mem_get_info(device)
     if needed > available:
         raise BadInput(
-            f"the rollouts need {needed:,} bytes of memory, {device} has {available:,} "
-            "available: use a smaller --num_envs or --unroll_length, or smaller "
-            "observations"
+            f"the rollouts need {needed:,} bytes of memory with copies of them, "
+            f"{device} has {available:,} available: use a smaller --num_envs or "
+            "--unroll_length, or smaller observations"
         )
 
 

@@ -26,7 +26,7 @@ from tests.programs import (
     read_logs,
     wait_for_steps,
 )
-from torchbeast import environment, process
+from torchbeast import calls, environment, process
 from torchbeast.messages import Stop
 
 LOG = ("--log_interval_steps", 40)  # A line for every update.
@@ -203,3 +203,47 @@ def test_a_signal_whose_exception_becomes_an_error_is_a_signal():
             raise ImportError("initialization failed") from e
     with pytest.raises(ImportError), process.terminable():
         raise ImportError("no signal")
+
+
+FORK = """
+import os, signal
+from torchbeast import process
+process.open_standard_files()
+process.leave_forks_alone()
+own = [os.fstat(fd).st_ino for fd in (*range(3), *process._copies)]
+assert own[:3] == own[3:]
+os.close(1)
+process.open_standard_files()
+assert os.fstat(1).st_ino == own[1]
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup has it.
+signal.signal(signal.SIGTERM, lambda *_: None)
+copies = list(process._copies)
+if (pid := os.fork()) == 0:
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    for fd in copies:
+        try:
+            os.fstat(fd)
+            os._exit(8)
+        except OSError:
+            pass
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+"""
+
+
+def test_a_fork_ignores_what_nohup_does_and_has_none_of_our_files():
+    words = [sys.executable, "-c", FORK]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_call_that_does_not_return_is_named_when_nobody_waits_any_more(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(calls.log, "handlers", [caplog.handler])
+    monkeypatch.setattr(calls, "RETURN_S", 0.1)
+    monkeypatch.setattr(calls, "_calls", {})
+    with calls.Call("step() of Slow-v0"):
+        calls.wait()
+    assert "step() of Slow-v0 did not return within 0.1 s: its env" in caplog.text

@@ -132,7 +132,7 @@ class Agent:
     # PolyBeast's batch_size and num_envs for images, where a GPU learns.
     images_on_gpu: dict[str, int] = {}
     credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
-    acts_in_graphs = True  # Whether acting may be: act() does not depend on numbers.
+    acts_in_graphs = True  # Whether act() may be captured, with Python's numbers in it.
     layer_norm = False  # Whether each layer of the encoder is normalised.
     most_rewards_grow = math.inf  # What --normalize_rewards multiplies them by at most.
     burn_in = 0

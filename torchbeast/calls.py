@@ -163,7 +163,8 @@ def wait(done=lambda: False):
         seen = {call: seen.get(call, now) for call in _innermost() or [None]}
         if now - min(seen.values()) > RETURN_S:
             for call in _innermost():
-                log.warning("%s: no return in %g s, no close()", call.what, RETURN_S)
+                what = f"{call.what} did not return within {RETURN_S:g} s"
+                log.warning("%s: its environment is not closed", what)
             return
         time.sleep(0.01)
 

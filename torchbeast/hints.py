@@ -21,16 +21,14 @@ def not_made(error, env_id, render_mode, caller):
     and what to type instead. caller: the file that called it."""
     _, _, name = env_id.rpartition(":")
     of_registry = name in gymnasium.registry
-    not_made = f"environment {env_id!r} cannot be made: "
+    begin = f"environment {env_id!r} cannot be made: "
     if not isinstance(error, TypeError):
         if isinstance(error, gymnasium.error.Error) and not of_registry:
             if old_gym.registers(name):
-                return not_made + OLD
+                return begin + OLD
             return f"unknown environment {env_id!r}{close(env_id)}"
         reason = " ".join(str(error).split())
-        return not_made + (
-            OLD if "is incompatible with Gymnasium" in reason else reason
-        )
+        return begin + (OLD if "is incompatible with Gymnasium" in reason else reason)
     cause = error.__cause__ or error  # Gymnasium's says more of itself.
     text = first_line(cause, False)
     # A class without __init__() does not name the argument that it refuses.
@@ -48,7 +46,7 @@ def not_made(error, env_id, render_mode, caller):
         text = PETTINGZOO
     elif "must inherit from the gymnasium.Env" in text:
         text = OLD
-    return not_made + text
+    return begin + text
 
 
 def close(env_id):
