@@ -103,8 +103,9 @@ def read(directory, experiment, seed):
     ]  # fmt: skip
     size = -(-len(rows) // NUM_ROWS) or 1
     git = [x["git"] or {} for x in (*meta.get("earlier_sessions", []), meta)]
-    num = meta["num_cores"]
+    num, precision = meta["num_cores"], meta["flags"]["precision"]
     machine = f"{num} core{'s' if num > 1 else ''} of {meta['cpu']}"
+    machine += ", bfloat16" * (precision == "bfloat16")
     interval = meta["flags"]["log_interval_steps"]
     last = log_rows[-1] if log_rows else dict(step=0, seconds=0)
     record = dict(

@@ -27,7 +27,7 @@ from torchbeast.encoders import make_encoder
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
-from torchbeast.networks import ActorCritic
+from torchbeast.networks import LSTM, ActorCritic
 
 R2D2 = functools.partial(r2d2.Net, num_quantiles=1, rescaled=False)
 T, B = 5, 4
@@ -185,6 +185,26 @@ def test_lstm_forgets_at_the_first_step_of_an_episode():
     a, b = (actor.agent.net(batch, state)[0]["baseline"] for state in states)
     torch.testing.assert_close(a[3:, 0], b[3:, 0])
     assert (a[:3, 0] != b[:3, 0]).all() and (a[:, 1:] != b[:, 1:]).all()
+
+
+def test_lstm_over_a_rollout_is_its_cell_step_by_step():
+    lstm, done = LSTM(3, 7), torch.rand(T, B) < 0.3
+    x = torch.randn(T, B, 3, requires_grad=True)
+    state = torch.randn(1, B, 7), torch.randn(1, B, 7)
+    h, c = (s[0] for s in state)
+    outputs = []
+    for x_t, done_t in zip(x, done):
+        keep = (~done_t)[:, None].float()
+        h, c = lstm(x_t, (keep * h, keep * c))
+        outputs.append(h)
+    of_cells, unrolled = torch.stack(outputs), lstm.unroll(x, done, state)
+    torch.testing.assert_close(unrolled, (of_cells, (h[None], c[None])))
+    torch.testing.assert_close(
+        *(
+            torch.autograd.grad(out.square().sum(), (x, *lstm.parameters()))
+            for out in (unrolled[0], of_cells)
+        )
+    )
 
 
 # Rollouts.

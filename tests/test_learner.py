@@ -256,6 +256,8 @@ def test_an_agent_that_chooses_its_network_chooses_the_precision_then(
     ("device", "capabilities", "expected"),
     [
         ("cpu", {"amx_bf16": True}, True),
+        ("cpu", {"avx512_bf16": True, "cpu_name": "AMD EPYC 9B14"}, True),
+        ("cpu", {"avx512_bf16": True, "cpu_name": "Intel(R) Xeon(R)"}, False),
         ("cpu", {"avx512_bf16": True, "amx_bf16": False}, False),
         ("cpu", {"avx512_f": True}, False),
         ("cuda", {"amx_bf16": True}, False),
@@ -277,7 +279,8 @@ def test_what_a_device_can_do_tells_whether_it_has_bfloat16(
 )
 def test_this_cpu_has_bfloat16_if_the_kernel_says_so():
     words = pathlib.Path("/proc/cpuinfo").read_text().split()
-    assert devices.has_bfloat16(CPU) == ("amx_bf16" in words)
+    avx512 = "avx512_bf16" in words and "AuthenticAMD" in words
+    assert devices.has_bfloat16(CPU) == ("amx_bf16" in words or avx512)
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ def make_run(savedir, rows, seed=1, date="2026-11-25", command=(), earlier=()):
         f"--xpid={directory.name}",
         *command,
     ]
-    flags = dict(command=argv, log_interval_steps=1000)
+    flags = dict(command=argv, log_interval_steps=1000, precision="bfloat16")
     git = [dict(commit=c, dirty=False) for c in (*earlier, "c0ffee")]
     meta = dict(flags=flags, git=git[-1], date=f"{date}T01:00:00+00:00", num_cores=2,
                 cpu="EPYC", gpu=None,
@@ -120,7 +120,7 @@ def test_a_record_says_what_ran_where_and_on_which_commit_it_began(tmp_path):
         commit="f00d",
         dirty=False,
         date="2026-11-25",
-        machine="2 cores of EPYC",
+        machine="2 cores of EPYC, bfloat16",
         steps=299_040,
         seconds=2990,
         finished=True,

@@ -87,12 +87,13 @@ def backend(device):
 
 
 def has_bfloat16(device):
-    """Tells whether the device is a CPU that is faster in bfloat16: one with AMX.
-    (PyTorch computes in bfloat16 on any, but with AVX512-BF16 alone it was slower than
-    float32.)"""
+    """Tells whether the device is a CPU that is faster in bfloat16: one with AMX, or
+    AMD's with AVX512-BF16. (PyTorch computes in bfloat16 on any. On Intel's with
+    AVX512-BF16 alone it was slower than float32.)"""
     # Older versions of PyTorch do not tell.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return device.type == "cpu" and bool(capabilities.get("amx_bf16"))
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    avx512 = has.get("avx512_bf16") and "AMD" in has.get("cpu_name", "")
+    return device.type == "cpu" and bool(has.get("amx_bf16") or avx512)
 
 
 def choose_precision(flags, space):

@@ -303,7 +303,7 @@ def run_parser() -> argparse.ArgumentParser:
                    choices=("auto", "float32", "tf32", "bfloat16"),
                    help="arithmetic of the image encoder; everything else is float32 "
                    "(default: auto, tf32 on GPUs, bfloat16 for --net shallow and "
-                   "nature on CPUs with AMX, else float32)")
+                   "nature on CPUs that gain by it, else float32)")
     g.add_argument("--compile", action="store_true",
                    help="compile the learner's network, and whole steps of WarpBeast, "
                    "for GPUs: slower to start")

@@ -1,6 +1,7 @@
 """What the networks of agents are made of: an encoder, memory, and heads."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchbeast import distributions
@@ -121,11 +122,23 @@ class LSTM(nn.LSTMCell):
         """Returns (outputs [T, B, out_features], the state) for features x [T, B, F].
 
         done: [T, B] bool. (On a CPU, a cell step by step is five times faster than
-        nn.LSTM, which the resets would cut up.)
+        nn.LSTM, which the resets would cut up, and faster still if the products with
+        the features are one.)
         """
+        cell = self
+        if x.device.type == "cpu":
+            x, cell = F.linear(x, self.weight_ih, self.bias_ih), self._cell
         outputs = []
         state = tuple(s[0] for s in state)  # [B, out_features]
         for x_t, keep_t in zip(x, (~done).unsqueeze(-1).to(x.dtype)):
-            state = self(x_t, tuple(keep_t * s for s in state))
+            state = cell(x_t, tuple(keep_t * s for s in state))
             outputs.append(state[0])
         return torch.stack(outputs), tuple(s[None] for s in state)
+
+    def _cell(self, x, state):
+        """What LSTMCell does with x [B, 4 * out_features], its part of the gates."""
+        h, c = state
+        gates = x + F.linear(h, self.weight_hh, self.bias_hh)
+        i, f, g, o = gates.chunk(4, dim=1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
