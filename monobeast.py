@@ -35,14 +35,14 @@ from torchbeast.actors import (
     num_buffers,
     set_defaults,
 )
-from torchbeast.calls import create, tell_slow
+from torchbeast.calls import create, first_rollouts, tell_slow
 from torchbeast.environment import probe
 from torchbeast.flags import agent_parser, run_parser, synchronous
 from torchbeast.learner import Learner
 from torchbeast.nests import map_structure
 from torchbeast.policies import make_agent
 from torchbeast.process import leave
-from torchbeast.program import PolicyParser, run_program
+from torchbeast.program import PolicyParser, name_of, run_program
 from torchbeast.run import Run
 from torchbeast.stages import Stopwatch
 from torchbeast.threads import Threads
@@ -53,7 +53,6 @@ from torchbeast.threads import Threads
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
     p = PolicyParser(
-        prog="monobeast",
         description="Trains an agent on one machine.",
         parents=[
             polybeast_env.environment_parser(),
@@ -111,8 +110,8 @@ class Actor:
             yield [(index, versions[index]) for index in indices]
 
     def whole_rollouts(self, buffers, begin):
-        """Yields lists of indices of full buffers. begin(n) returns those of n free
-        ones."""
+        """Yields lists of indices of full buffers. begin(n) takes n free buffers, as
+        rollouts() says, and returns their indices."""
         while True:
             indices = begin(self.env.num_envs)
             self.rollout(buffers, indices)
@@ -135,7 +134,7 @@ class Actor:
 
         buffers: a nest of NumPy arrays [K + T (+ 1), num_buffers, ...].
         """
-        T, begin = self.flags.unroll_length, len(self.overlap["reward"]) - 1
+        T, first_t = self.flags.unroll_length, len(self.overlap["reward"]) - 1
         first, E = indices[0], len(indices)
         if indices == list(range(first, first + E)):
             indices = slice(first, first + E)  # Several times as fast as a list.
@@ -146,7 +145,7 @@ class Actor:
         map_structure(repeat, self.overlap, buffers)
         core_state = map_structure(lambda x: x.numpy(), self.core_states[0])
         rollouts.write(core_state, buffers["core_state"], slice(None), indices)
-        for t in range(begin, self.burn_in + T):
+        for t in range(first_t, self.burn_in + T):
             outputs = self.act()
             rollouts.write(outputs, buffers, t, indices)
             with self.stage("environment_wait"):
@@ -237,17 +236,17 @@ def train(flags):
     learner.describe(actors, env.texts)
 
     if flags.num_actors > 0:
-        num_envs = flags.envs_per_actor * env.num_agents
-        parts = flags, num_envs, seed, learner, buffers
+        num_rows = flags.envs_per_actor * env.num_agents
+        parts = flags, num_rows, seed, learner, buffers
         return learner.train(lambda signals: train_with_actors(*parts, signals))
-    told = tell_slow(flags.unroll_length * flags.envs_per_actor)
-    # Ctrl-C interrupts this; in learner.train() it would only end the next step.
+    stop_telling = tell_slow(first_rollouts(flags, flags.envs_per_actor))
+    # Not in learner.train(), where Ctrl-C waits for a step: constructors may be slow.
     env = create(create_env, flags, flags.envs_per_actor, seed=seed)
     parts = flags, env, seed, learner, buffers
     try:
         return learner.train(lambda signals: train_serially(*parts, signals))
     finally:
-        told.set()
+        stop_telling.set()
         env.close()
 
 
@@ -279,12 +278,12 @@ def train_serially(flags, env, seed, learner, buffers, signals):
             return
 
 
-def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
+def train_with_actors(flags, num_rows, seed, learner, buffers, signals):
     """Starts actors and a learner thread, waits for a signal or the last step, ends all
     of them. Raises what went wrong in any of them."""
     full_queue = queue.Queue()
     actors = ActorProcesses(
-        act, flags, num_envs, seed, buffers, learner.weights, full_queue
+        act, flags, num_rows, seed, buffers, learner.weights, full_queue
     )
     learner.start(actors.stage_seconds, actors.take_metrics)
     threads = Threads()
@@ -311,8 +310,8 @@ def train_with_actors(flags, num_envs, seed, learner, buffers, signals):
 
 
 def main(argv=None):
-    create_env = polybeast_env.create_env
-    return run_program("monobeast", program_parser, train, create_env, argv)
+    name, create_env = name_of(__spec__, __file__), polybeast_env.create_env
+    return run_program(name, program_parser, train, create_env, argv)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from torchbeast.nests import map_structure
 from torchbeast.networks import ActorCritic
 from torchbeast.policies import acting, make_agent
 from torchbeast.process import leave
-from torchbeast.program import PolicyParser, run_program
+from torchbeast.program import PolicyParser, name_of, run_program
 from torchbeast.remote import streams, tls
 from torchbeast.remote.limits import MAX_ENVS
 from torchbeast.remote.servers import Servers
@@ -55,13 +55,13 @@ DEFAULTS = dict(
     entropy_cost=0.01,
 )  # fmt: skip
 # A2C with openai/baselines' constants: where acting waits for updates, V-trace's loss
-# is A2C's.
+# is A2C's. Their epsilon, 1e-5, is added to the mean of squares, not to its root.
 PRESETS = {
     "a2c": DEFAULTS | {"async": False} | dict(
         normalize_observations=False,
         batch_size=16, num_envs=16, unroll_length=5, learning_rate=7e-4,
         ratio_clipping=0.0, baseline_cost=1.0, loss_reduction="mean",
-        grad_norm_clipping=0.5, net="nature",
+        grad_norm_clipping=0.5, net="nature", epsilon=1e-5**0.5,
     ),
 }  # fmt: skip
 
@@ -72,7 +72,8 @@ def parser():
     # fmt: off
     g = p.add_argument_group("network")
     agents.add_network_flags(g, "deep")
-    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=False,
+                   help="a recurrent network")
     g.add_argument("--numbers_net", choices=("mlp", "tanh"),
                    help="layers for observations that are numbers, of ReLU or tanh")
     g.add_argument("--separate_value", action=argparse.BooleanOptionalAction,
@@ -152,7 +153,7 @@ class Agent(agents.Agent):
         )
 
     @property
-    def numbers(self):
+    def numbers_net(self):
         return self.flags.numbers_net
 
     def make_net(self, observation_space, action_space):
@@ -259,7 +260,6 @@ class Agent(agents.Agent):
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
     p = PolicyParser(
-        prog="polybeast",
         description="Trains an agent with environment servers.",
         parents=[
             polybeast_env.environment_parser(),
@@ -404,8 +404,8 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
 
 
 def main(argv=None):
-    create_env = polybeast_env.create_env
-    return run_program("polybeast", program_parser, train, create_env, argv)
+    name, create_env = name_of(__spec__, __file__), polybeast_env.create_env
+    return run_program(name, program_parser, train, create_env, argv, name)
 
 
 if __name__ == "__main__":

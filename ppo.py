@@ -62,7 +62,8 @@ def parser():
     # fmt: off
     g = p.add_argument_group("network")
     agents.add_network_flags(g, "nature")
-    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=False,
+                   help="a recurrent network")
 
     g = p.add_argument_group("loss")
     g.add_argument("--clipping", type=number(float, above=0), default=0.2, metavar="X",
@@ -99,7 +100,7 @@ def discount_of_limit(env_id):
 class Agent(agents.Agent):
     """PPO with generalized advantage estimation (Schulman et al., arXiv 1506.02438)."""
 
-    numbers = "tanh"
+    numbers_net = "tanh"
 
     def defaults(self, observation_space, action_space):
         """Returns {flag: default}, by the kind of environment, for flags that were not
@@ -229,3 +230,7 @@ class Agent(agents.Agent):
             "kl": mean(ratio - 1 - log_ratio),
             "clip_fraction": mean((ratio != clipped).float()),
         }
+
+
+if __name__ == "__main__":
+    raise SystemExit("an agent, not a program: python -m monobeast --agent ppo")

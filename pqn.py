@@ -57,7 +57,8 @@ def parser():
     # fmt: off
     g = p.add_argument_group("network")
     agents.add_network_flags(g, None)
-    g.add_argument("--use_lstm", action="store_true", help="a recurrent network")
+    g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=False,
+                   help="a recurrent network")
 
     g = p.add_argument_group("exploration")
     steps = "a tenth of the run, or 50,000 if more"
@@ -100,8 +101,8 @@ class Net(QNetwork):
 class Agent(QAgent):
     """Learns Q-values from each batch of rollouts, num_epochs times."""
 
-    numbers, layer_norm = "relu", True
-    most_rewards_grow = 1  # Values that are larger take longer to learn.
+    numbers_net, layer_norm = "relu", True
+    max_reward_scale = 1  # Values that are larger take longer to learn.
 
     def defaults(self, observation_space, action_space):
         """Returns what is best for the kind of environment. Atari's are CleanRL's."""
@@ -199,3 +200,7 @@ def lambda_targets(
         torch.zeros_like(rewards), discounts, rewards, value[:-1], value[-1], real,
         lambda_=q_lambda,
     ).vs  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit("an agent, not a program: python -m monobeast --agent pqn")

@@ -21,9 +21,10 @@ import argparse
 
 import torch
 
+from atari_wrappers import is_atari
 from torchbeast import agents, normalization, q_learning, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp
-from torchbeast.flags import number
+from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.nests import map_structure
 from torchbeast.q_learning import QAgent, QNetwork
@@ -65,7 +66,7 @@ def parser():
     q_learning.add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM", steps)
 
     g = p.add_argument_group("loss")
-    agents.add_reward_flags(g, "none")
+    agents.add_reward_flags(g, None)
     g.add_argument("--n_step", type=number(int, 1, 10**6), metavar="N",
                    help="rewards in a target, if its rollout is as long (default: 5; 3 "
                    "without an LSTM)")
@@ -94,6 +95,7 @@ def parser():
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
                    metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
+    by_environment(p, "reward_clipping")
     return p
 
 
@@ -137,8 +139,9 @@ class Agent(QAgent):
         self.burn_in = flags.burn_in if flags.use_lstm else 0
 
     def defaults(self, observation_space, action_space):
-        """Returns {flag: default} for flags that were not given."""
+        clip = is_atari(self.flags.env) and not self.flags.value_rescaling
         chosen = dict(
+            reward_clipping="abs_one" if clip else "none",
             exploration=(0.01, 0.01), n_step=3, replay_batch_size=64,
             normalize_observations=normalization.has_large_numbers(observation_space),
             exploration_steps=q_learning.exploration_steps(self.flags, 1 / 30, 10_000),
@@ -152,14 +155,12 @@ class Agent(QAgent):
         sizes = flags.quantiles, flags.value_rescaling
         return Net(encoder, action_space, flags.use_lstm, *sizes)
 
-    # Learning.
-
     def start_learning(self, device):
         super().start_learning(device)
         flags = self.flags
         target = self.make_net(self.observation_space, self.action_space)
-        self.target_net = self.normalized(target).requires_grad_(False)
-        self.learned["target"] = self.target_net
+        self.target_net = self.learned["target"] = self.normalized(target)
+        self.target_net.requires_grad_(False)
         self.target_net.to(device, memory_format=torch.channels_last)
         self.target_net.load_state_dict(self.net.state_dict())
         T = flags.unroll_length
@@ -180,13 +181,12 @@ class Agent(QAgent):
         td_error is the mean absolute error, q the mean value of the actions taken; both
         are of rescaled values with --value_rescaling.
         """
-        flags = self.flags
-        rate = flags.learning_rate * self.fraction_left()
+        rate = self.flags.learning_rate * self.fraction_left()
         self.set_learning_rate(rate)
         batch = agents.what_is_replayed(batch)
         priorities = self.graphs.of(self.first_priorities, batch)()
         self.replay.set_priorities(self.replay.add(batch), priorities)
-        T, num = flags.unroll_length, self.num_learned
+        T, num = self.flags.unroll_length, self.num_learned
         steps = [self.gradient_step() for _ in self.credit.updates(batch, T, num)]
         self.count(batch)
         return {
@@ -243,10 +243,7 @@ class Agent(QAgent):
     def td_errors(self, batch, sampled=False):
         """Returns (TD errors [T, B, N, N] of targets and quantiles, 0 where a
         transition is not real; real [T, B] bool; the taken actions' values [T, B]).
-
-        sampled: the batch is from the replay; without an LSTM, only the first step of
-            each sample counts.
-        """
+        Of a sample from the replay without an LSTM only the first step counts."""
         flags, K, n = self.flags, self.burn_in, self.flags.n_step
         rewards, real = self.rewards(batch)[K:], ~batch["done"][K + 1 :]
         discounts = flags.discounting * (~batch["terminated"][K + 1 :]).float()
@@ -297,3 +294,7 @@ class Agent(QAgent):
     def priorities(self, errors, real):
         exponent, of_rollouts = self.flags.priority_exponent, self.flags.use_lstm
         return targets.priorities(errors, real, exponent, of_rollouts)
+
+
+if __name__ == "__main__":
+    raise SystemExit("an agent, not a program: python -m monobeast --agent r2d2")

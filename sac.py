@@ -179,3 +179,7 @@ class Agent(ReplayAgent):
         if self.optimizer is not None:
             with torch.no_grad():
                 self.log_alpha.copy_(state["log_alpha"])
+
+
+if __name__ == "__main__":
+    raise SystemExit("an agent, not a program: python -m monobeast --agent sac")

@@ -141,3 +141,7 @@ class Agent(ReplayAgent):
         value = self.critics[0](now, self.net.features(now))
         loss = -value.sum() / self.flags.replay_batch_size
         return loss, {"actor_loss": loss}
+
+
+if __name__ == "__main__":
+    raise SystemExit("an agent, not a program: python -m monobeast --agent td3")

@@ -28,7 +28,7 @@ from torchbeast.messages import BadInput, Stop, first_line, log
 from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import Policies, make_agent, policy_sizes
 from torchbeast.process import leave
-from torchbeast.program import PolicyParser, run_program
+from torchbeast.program import PolicyParser, name_of, run_program
 from torchbeast.run import Run
 from torchbeast.warp import autoreset
 from torchbeast.warp.check import check
@@ -60,7 +60,6 @@ PRESETS = {
 def program_parser(agent="polybeast"):
     """Returns the program's whole parser. agent: the module whose flags it takes."""
     p = PolicyParser(
-        prog="warpbeast",
         description="Trains an agent with environments that are tensor programs.",
         epilog="A batch has a rollout of each agent in each environment: --num_envs "
         "takes the place of --batch_size.",
@@ -364,8 +363,8 @@ def train(flags):
 
 
 def main(argv=None):
-    create_env = polybeast_env.create_env
-    return run_program("warpbeast", program_parser, train, create_env, argv)
+    name, create_env = name_of(__spec__, __file__), polybeast_env.create_env
+    return run_program(name, program_parser, train, create_env, argv)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,27 @@ def test_an_agent_of_a_users_own_runs_in_either_program(savedir, module):
     assert main(*flags_of(module, savedir, *flags, *test), module=module)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("program", "flags"), [("monobeast", ["--num_actors", 0]), ("polybeast", [])]
+)
+def test_a_copy_of_a_program_is_a_program_of_its_own(
+    savedir, program, flags, tmp_path, monkeypatch
+):
+    name = f"my_{program}"
+    text = (ROOT / f"{program}.py").read_text()
+    text = text.replace('"pg_loss": losses.pg', '"my_loss": losses.pg')
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = main(*flags_of(program, savedir, *flags, steps=80), module=name)
+    assert result.returncode == 0, result.stderr
+    assert f"to resume: python -m {name} --env" in result.stderr
+    row = read_logs(savedir / "x")[-1]
+    assert ("my_loss" in row) == (program == "polybeast")
+    test = [*flags_of(program, savedir), "--mode", "test", "--num_test_episodes", 1]
+    assert main(*test, module=name).returncode == 0
+    assert refusal("--lr", 1, module=name).startswith(f"{name}: error: ")
+
+
 @both
 @pytest.mark.parametrize(
     ("name", "words"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import nn
 
 import monobeast
 import polybeast
@@ -14,7 +15,8 @@ import ppo
 from tests.programs import main
 from tests.test_agent import batches, make_actor, parse
 from torchbeast import environment
-from torchbeast.flags import load_agent
+from torchbeast.encoders import NumbersEncoder
+from torchbeast.flags import load_agent, parse_args
 from torchbeast.nests import map_structure
 
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
@@ -67,6 +69,40 @@ def test_those_of_numbers_are_as_docs_agents_has_them():
 def test_rewards_are_clipped_on_atari_alone(space):
     flags = flags_of(OTHER, space, CHOICES)
     assert flags.reward_clipping == "none" and flags.normalize_rewards
+
+
+@pytest.mark.parametrize(
+    ("agent", "layers", "factor"),
+    [
+        ("polybeast", {nn.Tanh}, 1),
+        ("ppo", {nn.Tanh}, 1),
+        ("pqn", {nn.LayerNorm, nn.ReLU}, 1),
+        ("r2d2", {nn.ReLU}, 10),
+    ],
+)
+def test_numbers_go_through_the_layers_of_the_agent(agent, layers, factor):
+    flags = monobeast.program_parser(agent).parse_args(["--env", OTHER])
+    monobeast.set_defaults(flags)
+    net = load_agent(agent).Agent(flags, NUMBERS, CHOICES).net
+    modules = list(net.encoder.modules())
+    assert {*map(type, modules)} & {nn.Tanh, nn.LayerNorm, nn.ReLU} == layers
+    assert {x.factor for x in modules if isinstance(x, NumbersEncoder)} == {factor}
+
+
+@pytest.mark.parametrize("args", [[], ["--no-use_lstm"], ["--preset", "dqn"]])
+@pytest.mark.parametrize("env", [ATARI, OTHER])
+def test_r2d2_clips_rewards_on_atari_alone_unless_it_rescales_values(env, args):
+    def clipping(*words):
+        parser = monobeast.program_parser("r2d2")
+        flags = parse_args(parser, ["--env", env, "--num_actors", "0", *words])
+        load_agent("r2d2").Agent(flags, IMAGE, CHOICES)
+        return flags.reward_clipping
+
+    clips = env == ATARI or "dqn" in args
+    assert clipping(*args) == ("abs_one" if clips else "none")
+    assert clipping("--preset", "r2d2") == "none"
+    assert clipping("--value_rescaling") == "none"
+    assert clipping("--value_rescaling", "--reward_clipping", "abs_one") == "abs_one"
 
 
 @pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "sac", "td3"])

@@ -236,10 +236,22 @@ def test_rollouts_that_need_more_memory_than_there_is_are_refused(module, savedi
 
 
 def test_help_comes_in_sections_with_defaults():
-    text = main("--help").stdout
+    text = main("--help", "--mode", "test", "--xpid", "not-there").stdout
     for section in ("run", "environment", "training", "loss", "actors", "test"):
         assert re.search(rf"^{section}.*:$", text, re.M)
     assert "(default: 0.99)" in text
+
+
+def test_help_comes_after_all_flags_were_looked_at():
+    line = refusal("--help", "--learning_rte", 1)
+    assert "unrecognized arguments: --learning_rte 1; did you mean --lea" in line
+
+
+def test_a_run_that_is_shorter_than_the_interval_of_its_log_has_a_row(savedir):
+    flags = ("--log_interval_steps", 1000)
+    assert main(*serial_run(savedir, *flags, steps=80)).returncode == 0
+    [row] = read_logs(savedir / "x")
+    assert row["step"] == "80" and row["updates"] == "2"
 
 
 # Actors.
@@ -425,6 +437,7 @@ def test_a_signal_saves_and_ends_within_seconds_and_actors_do_not_see_it(
         assert program.end() == 128 + signum
     assert f"stopped by {signum.name}" in program.output
     assert "Traceback" not in program.output and "died" not in program.output
+    assert program.output.count("to resume: python -m monobeast --env") == 2
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"]) > 0
 
 

@@ -42,6 +42,7 @@ def parse(*args):
     argv = ["--agent", "r2d2", "--num_actors", 0, "--unroll_length", T]
     argv += ["--batch_size", B, "--envs_per_actor", B, "--burn_in", K]
     argv += ["--replay_start", 0, "--replay_size", 1000, "--replay_batch_size", 6]
+    argv += ["--reward_clipping", "none"]  # The default environment is Atari's.
     flags = parse_args(
         monobeast.program_parser("r2d2"), [str(a) for a in [*argv, *args]]
     )

@@ -106,6 +106,21 @@ def test_a_server_tells_of_its_first_stream_alone(slow, lines):
     assert not any(line.startswith(("y: waits", "y: 2")) for line in lines.lines)
 
 
+def test_first_rollouts_of_one_episode_are_expected_after_any_step(slow, lines):
+    flags = flags_of(slow)
+    assert calls.first_rollouts(flags, 4) == 80
+    flags.one_episode_rollouts = True
+
+    def waiting(*args):
+        lines.wait_for("z: waits for create_env()")
+        return create_env(*args)
+
+    told = calls.tell_slow(calls.first_rollouts(flags, 4), "z: ")
+    probe(waiting, flags, 1)
+    told.set()
+    assert not any("rollouts" in line for line in lines.lines)
+
+
 def test_it_ends_with_the_number_of_steps(lines):
     threads = threading.active_count()
     calls.tell_slow(3, "a: ")

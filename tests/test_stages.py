@@ -24,9 +24,11 @@ def hint(program, net, longest, update=9.0, busy=0.0, **flags):
         names.remove("inference_queue")
     seconds = dict.fromkeys(names, 1.0)
     seconds |= {longest: 9.0} | {"learner_wait": 1.0, "update": update}
-    flags = dict(envs_per_server=8, envs_per_actor=16, num_actors=2) | flags
+    own = dict(envs_per_server=8)
+    if program == "monobeast":
+        own = dict(envs_per_actor=16, num_actors=2)
     run = types.SimpleNamespace(
-        flags=argparse.Namespace(command=[program], **flags),
+        flags=argparse.Namespace(**own | flags),
         stage_seconds=lambda: seconds,
         busy_cores=lambda: busy,
     )
@@ -70,6 +72,8 @@ def test_what_learns_from_a_small_network_too_often_is_told_of_fewer_updates():
     for program in ("monobeast", "polybeast"):
         line = hint(program, SMALL, "rollout_queue", replay_ratio=8.0)
         assert line == "learning: fewer gradient steps (--replay_ratio)"
+        line = hint(program, ATARI, "rollout_queue", replay_ratio=8.0)
+        assert line.startswith("learning: fewer gradient steps (--replay_ratio); a GPU")
 
 
 @pytest.mark.parametrize("program", ["polybeast", "monobeast"])

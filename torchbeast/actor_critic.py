@@ -99,7 +99,7 @@ class ReplayAgent(agents.Agent):
 
     counters = *agents.Agent.counters, "gradient_steps"
     num_critics = 2
-    numbers = "flat"  # The layers are the actor's and the critics' own.
+    numbers_net = "flat"  # The layers are the actor's and the critics' own.
 
     def __init__(self, flags, observation_space, action_space):
         if not is_continuous(action_space):

@@ -165,7 +165,7 @@ def _actor_process(index, act, flags, seed, buffers, weights, connection):
     orders = Orders(connection)
     calls.watch(flags.env, flags.env_timeout_seconds, orders.send)
     if index == 0:  # One tells for all.
-        calls.tell_slow(flags.unroll_length * flags.envs_per_actor, "actor 0: ")
+        calls.tell_slow(calls.first_rollouts(flags, flags.envs_per_actor), "actor 0: ")
     try:
         act(flags, seed, buffers, weights, orders)
     except BadInput as e:
@@ -250,7 +250,7 @@ class ActorProcesses:
     run()           one thread; returns after stop(). Raises Stop when an actor has died
                     too often without a rollout in between.
     stop()          any thread, any number of times; then join(), which takes seconds.
-    num_envs        of each actor, which counts the agents of an environment.
+    num_rows        of each actor: the agents of its environments.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
     stage_seconds() any thread; of all actors together, see stages.STAGES.
@@ -258,10 +258,10 @@ class ActorProcesses:
 
     AHEAD = 2  # Sets of buffers an actor has: the one it fills, and the next.
 
-    def __init__(self, act, flags, num_envs, seed, buffers, weights, full_queue):
+    def __init__(self, act, flags, num_rows, seed, buffers, weights, full_queue):
         self.act = act
         self.flags = flags
-        self.num_envs = num_envs
+        self.num_rows = num_rows
         self.seed = seed
         self.buffers = buffers
         self.weights = weights
@@ -314,7 +314,7 @@ class ActorProcesses:
     def _hand_out(self):
         """Gives free buffers to actors: first to those that have none, and of these to
         the one that got some longest ago. Called with the lock."""
-        E = self.num_envs
+        E = self.num_rows
         n = 1 if rollouts.are_apart(self.flags, self.buffers) else E  # Begin together.
         for ahead in range(0, self.AHEAD * E, n):
             for actor in self._actors:

@@ -128,13 +128,13 @@ class Agent:
                   then is (the net's, that of the rewards).
     """
 
-    numbers = "mlp"  # What observations that are numbers go through, one of NUMBERS.
+    numbers_net = "mlp"  # What observations that are numbers go through.
     # PolyBeast's batch_size and num_envs for images, where a GPU learns.
     images_on_gpu: dict[str, int] = {}
-    credit = None  # What old rollouts are learned from by: replay.Credit, or Mixer.
+    credit = None  # When to learn from the replay: replay.Credit, or replay.Mixer.
     acts_in_graphs = True  # Whether act() may be captured, with Python's numbers in it.
     layer_norm = False  # Whether each layer of the encoder is normalised.
-    most_rewards_grow = math.inf  # What --normalize_rewards multiplies them by at most.
+    max_reward_scale = math.inf  # What --normalize_rewards multiplies them by at most.
     burn_in = 0
     counters = "step", "updates"
 
@@ -149,7 +149,7 @@ class Agent:
         self.normalized_rewards = None
         if flags.normalize_rewards:
             self.normalized_rewards = NormalizedRewards(
-                flags.discounting, self.most_rewards_grow
+                flags.discounting, self.max_reward_scale
             )
         self.optimizer = None
         for name in self.counters:
@@ -172,7 +172,7 @@ class Agent:
             observation_space,
             flags.net,
             bfloat16,
-            self.numbers,
+            self.numbers_net,
             flags.hidden_sizes,
             self.layer_norm,
         )
@@ -192,8 +192,9 @@ class Agent:
 
     def normalized(self, net):
         """Returns the network with its `encoder` replaced, where observations are
-        normalised. Networks of an agent have the same statistics. Raises BadInput if
-        the network has no encoder and --normalize_observations was given."""
+        normalised. An agent's further networks share the statistics of `net`. Raises
+        BadInput if the network has no encoder and --normalize_observations was given.
+        """
         flags = self.flags
         if flags.normalize_observations and not hasattr(net, "encoder"):
             if "normalize_observations" not in getattr(flags, "chosen", {}):

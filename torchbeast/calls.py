@@ -136,7 +136,7 @@ def tell_slow(num_steps, who="") -> threading.Event:
         nonlocal wait_s
         while not ended.wait(wait_s) and (n := _steps[own] - before) < num_steps:
             seconds, need = round(time.monotonic() - began_at), ""
-            if num_steps < math.inf:
+            if 1 < num_steps < math.inf:
                 need = f"; the first rollouts need {num_steps} steps: with a smaller "
                 need += "--envs_per_actor or --envs_per_server fewer"
             if n > 0:
@@ -148,6 +148,14 @@ def tell_slow(num_steps, who="") -> threading.Event:
 
     threading.Thread(target=tell, daemon=True, name="tell-slow").start()
     return ended
+
+
+def first_rollouts(flags, num_envs):
+    """Returns the number of steps of environments that step together until the first
+    rollouts are there. Those of one episode may be there after the first."""
+    if getattr(flags, "one_episode_rollouts", False):
+        return 1
+    return getattr(flags, "unroll_length", 20) * num_envs
 
 
 def _innermost():

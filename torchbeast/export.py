@@ -193,7 +193,7 @@ def write_onnx(program, inputs, outputs, about, out):
             program, input_names=names[0], output_names=names[1], verbose=False
         )
     except ImportError as e:
-        raise BadInput(f"--out {out}: {first_line(e, False)}") from e
+        raise BadInput(f"--out {out} needs: pip install onnx onnxscript") from e
     model.model.metadata_props.update(map_structure(str, about))
     model.save(out)
 

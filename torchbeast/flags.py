@@ -293,7 +293,8 @@ def run_parser() -> argparse.ArgumentParser:
                    "%(default)s; of PolyBeast's IMPALA on a GPU, of images, 8)")
     g.add_argument("--unroll_length", type=number(int, 1, 10**6), default=20,
                    metavar="T", help="steps in a rollout (default: %(default)s)")
-    g.add_argument("--one_episode_rollouts", action="store_true",
+    g.add_argument("--one_episode_rollouts", action=argparse.BooleanOptionalAction,
+                   default=False,
                    help="end rollouts with their episodes, and pad them: for networks "
                    "with attention")
     g.add_argument("--learner_device", metavar="DEVICE",

@@ -158,6 +158,8 @@ class Learner:
             log.info("%s", line)
         log.info("step %d of %d; results in %s", run.step, flags.total_steps, run.path)
         if run.checkpoint_path.exists():
+            if not self.finished:
+                log.info("to resume: %s", command_line(flags))
             log.info("test it: %s", command_line(flags, "--mode", "test"))
         return exit_code
 

@@ -121,10 +121,10 @@ class Several:
         numbers = step["policy"][0].clamp(max=len(self.agents) - 1)
         for number, (name, act) in enumerate(acts.items()):
             rows = (numbers == number).nonzero()[:, 0]
-            acts = len(rows) > 0
-            if not acts and (self._choices is None or name in self._like):
+            has_rows = len(rows) > 0
+            if not has_rows and (self._choices is None or name in self._like):
                 continue
-            if not acts:  # Only to see what its outputs are like.
+            if not has_rows:  # Only to see what its outputs are like.
                 rows = rows.new_zeros(1)
             nests = step, self.state_of(name, core_state)
             own, state = map_structure(
@@ -132,7 +132,7 @@ class Several:
             )
             outputs, after = act(self._own(name, own), state)
             self._like[name] = map_structure(lambda x: x[:, :0], outputs)
-            if acts:
+            if has_rows:
                 all_outputs[name] = rows, outputs
                 _put(after, self.state_of(name, core_state), rows)
         return self._merge(all_outputs, len(numbers)), core_state

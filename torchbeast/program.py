@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import pathlib
 import re
 import sys
 
@@ -21,10 +22,13 @@ from torchbeast.messages import BadInput, Stop
 
 class PolicyParser(Parser):
     """Takes flags of one policy, such as --tagger.learning_rate, into policy_flags,
-    {policy: [words]}. Has --freeze."""
+    {policy: [words]}. Has --freeze. Refuses unknown flags before --help is printed: so
+    torchbeast.launch tries a command."""
 
     def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+        super().__init__(**kwargs, add_help=False)
+        self.add_argument("-h", "--help", action="store_true",
+                          help="show this help message and exit")  # fmt: skip
         self.set_defaults(policy_flags={})
         group = self.add_argument_group(
             "several policies", "--POLICY.FLAG, such as --red.learning_rate 5e-4, is "
@@ -34,6 +38,13 @@ class PolicyParser(Parser):
         group.add_argument("--freeze", nargs="+", default=[], metavar="POLICY",
                            help="policies that do not learn (default: none)")
         # fmt: on
+
+    def parse_args(self, args=None, namespace=None):
+        flags = super().parse_args(args, namespace)
+        if vars(flags).pop("help"):
+            self.print_help()
+            self.exit()
+        return flags
 
     def parse_known_args(self, args=None, namespace=None):
         policy, own, of_policies = None, [], {}
@@ -50,10 +61,17 @@ class PolicyParser(Parser):
         return flags, unknown
 
 
-def run_program(prog, parser, train, create_env, argv=None):
+def name_of(spec, path):
+    """Returns the name of the module with this __spec__ and __file__ for python -m. A
+    copy of a program has its own."""
+    return pathlib.Path(path).stem if spec is None else spec.name
+
+
+def run_program(prog, parser, train, create_env, argv=None, agent="polybeast"):
     """Parses the command line, and trains or tests, as --mode says. Returns the exit
     code.
 
+    prog:       what runs, by name_of(); agent: the default of --agent
     parser:     a function of the agent's name that returns the program's parser
     train:      a function of the flags that returns the exit code
     create_env: polybeast_env.create_env
@@ -71,13 +89,16 @@ def run_program(prog, parser, train, create_env, argv=None):
         given, _ = p.parse_known_args(argv)
         if given.mode != "train" and "LOCAL_RANK" in os.environ:
             raise BadInput(f"--mode {given.mode} needs no torchrun: python -m {prog}")
-        saved = {} if given.mode == "train" else flags_of_checkpoint(given)
-        agent = given.agent or saved.get("agent", "polybeast")
+        saved = {}
+        if given.mode != "train" and not {"-h", "--help"} & {*argv}:
+            saved = flags_of_checkpoint(given)
+        name = given.agent or saved.get("agent", agent)
         try:
-            p = parser(agent)
+            p = parser(name)
         except argparse.ArgumentError as e:  # A flag that the program has, too.
-            raise BadInput(f"--agent {agent}: parser(): {e}") from e
-        p.set_defaults(agent=agent)
+            raise BadInput(f"--agent {name}: parser(): {e}") from e
+        p.prog = prog
+        p.set_defaults(agent=name)
         flags = parse_args(p, argv)
         if saved:
             defaults = flags

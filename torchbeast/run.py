@@ -49,7 +49,8 @@ class Run:
     Of several learners all count, and rank 0 has directory, logs, checkpoint and
     display; the others have a log of their own.
 
-    A Run is not thread-safe: only who holds the learner's lock may call its methods.
+    A Run is not thread-safe: only the thread that updates may call its methods, and one
+    that runs after that has ended.
     """
 
     def __init__(self, flags, frames_per_step=1, num_agents=1):
@@ -310,8 +311,9 @@ class Run:
         return seconds
 
     def _row_is_due(self):
-        interval = self.flags.log_interval_steps
-        return self.step // interval > self._row_step // interval
+        interval, row = self.flags.log_interval_steps, self._row_step
+        finished = self.step >= self.flags.total_steps
+        return self.step // interval > row // interval or finished and self.step > row
 
     def _write_row(self):
         stage_seconds = self._put_together()

@@ -82,7 +82,7 @@ def report(run, net):
     result = shares(seconds)
     if "update" not in result or "inference" not in result:
         return  # Nothing was learned, or nobody acts but the learner.
-    program = "monobeast" if run.flags.command[0] == "monobeast" else "polybeast"
+    program = "monobeast" if hasattr(run.flags, "num_actors") else "polybeast"
     for who, names in STAGES.items():
         times = [f"{x} {100 * result[x]:.0f} %" for x in names if x in result]
         who = "actors" if (who, program) == ("streams", "monobeast") else who
@@ -123,11 +123,12 @@ def remedy(stage, program, flags, net):
         return f"{what}: --resize {RESIZED}, as {name} is {height} x {width}; {others}"
     small = not any(isinstance(module, nn.Conv2d) for module in net.modules())
     small = small and sum(x.numel() for x in net.parameters()) < SMALL
+    if stage == "learning" and hasattr(flags, "replay_ratio"):
+        fewer = f"{what}: fewer gradient steps (--replay_ratio)"
+        return fewer if small else f"{fewer}; {others}"
     if small and stage != "environment_wait":
         # Its arithmetic is nothing beside what each call of it costs. In PolyBeast
         # those for inference and those for learning wait for each other's GIL.
-        if stage == "learning" and hasattr(flags, "replay_ratio"):
-            return f"{what}: fewer gradient steps (--replay_ratio)"
         if stage == "learning" and program == "monobeast":
             return f"{what}: the network is small: larger batches (--batch_size) help"
         flag = TOGETHER[program]

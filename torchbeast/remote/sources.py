@@ -212,7 +212,7 @@ class Sources:
         )
 
     def __str__(self):
-        text = f"{self._num_streams} streams"
+        text = f"{self._num_streams} stream{'s' * (self._num_streams != 1)}"
         listen = self.options["listen"]
         return f"{text}, hosts may dial {listen}" if listen else text
 
