@@ -89,12 +89,13 @@ def parser():
     return p
 
 
-def discount_of_limit(env_id):
+def discount_of_limit(flags):
     """Returns a discount, 0.99 to 0.999, that sees as far as an episode's time limit,
-    if Gymnasium knows one."""
-    spec = gymnasium.registry.get(env_id.rpartition(":")[2])
-    limit = spec.max_episode_steps if spec is not None else None
-    return min(max(0.99, 1 - 1 / (limit or 1)), 0.999)
+    if --env_args or Gymnasium knows one."""
+    spec = gymnasium.registry.get(flags.env.rpartition(":")[2])
+    limit = getattr(spec, "max_episode_steps", None)
+    limit = dict(flags.env_args).get("max_episode_steps", limit)
+    return min(max(0.99, 1 - 1 / max(1, limit or 1)), 0.999)
 
 
 class Agent(agents.Agent):
@@ -112,7 +113,7 @@ class Agent(agents.Agent):
         side = smallest_side(observation_space)
         if side is None:
             del chosen["net"]  # There are no images.
-            chosen["discounting"] = discount_of_limit(flags.env)
+            chosen["discounting"] = discount_of_limit(flags)
             if not flags.use_lstm:
                 chosen["learning_rate"] = 1e-3
         elif side < 20:

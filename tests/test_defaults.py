@@ -204,11 +204,13 @@ def test_ppo_sees_as_far_as_episodes_of_numbers_may_last():
         0.999: ("HalfCheetah-v5", NUMBERS),
         0.995: ("gymnasium.envs:Pendulum-v1", NUMBERS),
         0.99: ("Reacher-v5", NUMBERS),
+        0.996: (OTHER, NUMBERS, "--env_args", "max_episode_steps=250"),
         0.9: (OTHER, NUMBERS, "--discounting", "0.9"),
     }
     found = {ppo_flags_of(*case).discounting: case for case in cases.values()}
     assert found == cases
-    for case in (OTHER, IMAGE), ("mpe2.simple_spread_v3", NUMBERS):
+    unlimited = OTHER, NUMBERS, "--env_args", "max_episode_steps=-1"
+    for case in (OTHER, IMAGE), ("mpe2.simple_spread_v3", NUMBERS), unlimited:
         assert ppo_flags_of(*case).discounting == 0.99
 
 
