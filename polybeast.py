@@ -303,7 +303,7 @@ def learning(queue, actors, learner, stop):
     """Learns from batches of the queue until the last step, or until it is closed."""
     while not learner.finished and (batch := next(queue, None)) is not None:
         T = learner.flags.unroll_length
-        versions = batch.pop("version")[-T].tolist()
+        versions = batch.pop("version")[-T].tolist()  # Of first actions.
         episodes = rollouts.ended_episodes(batch, T)
         batch = devices.to_device(batch, learner.device)
         if stop.is_set():
