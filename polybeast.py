@@ -39,8 +39,7 @@ from torchbeast.networks import ActorCritic
 from torchbeast.policies import acting, make_agent
 from torchbeast.process import leave
 from torchbeast.program import PolicyParser, name_of, run_program
-from torchbeast.remote import streams, tls
-from torchbeast.remote.limits import MAX_ENVS
+from torchbeast.remote import MAX_ENVS, streams, tls
 from torchbeast.remote.servers import Servers
 from torchbeast.remote.sources import Sources, load_core, server_parser, set_defaults
 from torchbeast.run import Run

@@ -22,8 +22,7 @@ from torchbeast.flags import Parser, number, run_command, text_or_path
 from torchbeast.machine import num_cores
 from torchbeast.messages import BadInput, log
 from torchbeast.process import allow_open_files, handle_signals, ignore_again, leave
-from torchbeast.remote import tls
-from torchbeast.remote.limits import MAX_ENVS
+from torchbeast.remote import MAX_ENVS, tls
 
 
 def environment_parser() -> argparse.ArgumentParser:

@@ -71,13 +71,9 @@ def program_parser(agent="polybeast"):
     )
     p.add_presets(agent, **PRESETS)
     p.set_defaults(env="warp/CartPole")
-    # fmt: off
-    g = p.add_argument_group("device")
-    g.add_argument("--device", dest="learner_device", metavar="DEVICE",
-                   help="device of learner and environments (--learner_device)")
-    g.add_argument("--num_envs", type=number(int, 1, 10**7), default=256, metavar="E",
-                   help="environments that step together (default: %(default)s)")
-    # fmt: on
+    p.add_argument("--num_envs", type=number(int, 1, 10**7), default=256, metavar="E",
+                   help="environments that step together, on --learner_device "
+                   "(default: %(default)s)")  # fmt: skip
     return p
 
 

@@ -63,16 +63,9 @@ class Case:
         self.env_id, self.env_args, sizes, on_cpu, on_gpu = CASES[name]
         self.num_envs = on_gpu if device.type == "cuda" else on_cpu
         argv = ["--env", self.env_id, "--num_envs", str(self.num_envs), "--seed", "1"]
-        argv += ["--hidden_sizes", *map(str, sizes), "--device", str(device)]
-        argv += [
-            "--savedir",
-            savedir,
-            "--xpid",
-            name,
-            "--log_interval_steps",
-            str(10**9),
-        ]
-        argv += ["--total_steps", str(10**12), *more]
+        argv += ["--hidden_sizes", *map(str, sizes), "--learner_device", str(device)]
+        argv += ["--savedir", savedir, "--xpid", name, "--total_steps", str(10**12)]
+        argv += ["--log_interval_steps", str(10**9), *more]
         if self.env_args:
             argv += ["--env_args", *self.env_args]
         flags = parse_args(warpbeast.program_parser(), argv)

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 import torch
 
-from tests.programs import ROOT, args, main
+from tests.programs import ROOT, args, succeeds
 from tests.supervisor import supervise_this_process
 from torchbeast.machine import core_shares, own_cores, use_only
 from torchbeast.process import SIGNALS
@@ -94,8 +94,7 @@ def trained(made_once, request, savedir):
     serial = ("--num_actors", 0) if module == "monobeast" else ()
 
     def train(path):
-        result = main(*args(module, path, *serial, steps=400), module=module)
-        assert result.returncode == 0, result.stderr
+        succeeds(*args(module, path, *serial, steps=400), module=module)
 
     shutil.copytree(made_once(module, train), savedir, symlinks=True)
     return savedir

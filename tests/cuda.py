@@ -293,7 +293,7 @@ def test_captured_rollouts_are_right(name, args, monkeypatch):
     [
         ["--env", "warp/Catch"],
         pytest.param(
-            ["--env", "warp/Catch", "--device", "cuda:1"],
+            ["--env", "warp/Catch", "--learner_device", "cuda:1"],
             marks=pytest.mark.skipif("torch.cuda.device_count() < 2"),
         ),
         ["--env", "warp/Catch", "--compile"],

@@ -26,7 +26,6 @@ from tests.programs import (
     both,
     disk,
     load,
-    main,
     marked,
     mono_first,
     poly_first,
@@ -35,6 +34,7 @@ from tests.programs import (
     rollouts,
     run,
     step,
+    succeeds,
     wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
@@ -121,11 +121,9 @@ def test_a_killed_run_leaves_no_process_no_file_and_no_lock(
 def test_a_run_is_tested_while_it_is_trained(savedir, module):
     with start(module, savedir, "--checkpoint_interval_seconds", 0.1) as program:
         wait_for_steps(savedir, 40)
-        test = main(*args(module, savedir), "--mode", "test", "--num_test_episodes", 1,
-                    module=module)  # fmt: skip
-        assert test.returncode == 0, test.stderr
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+        succeeds(*args(module, savedir), "--mode", "test", "--num_test_episodes", 1,
+                 module=module)  # fmt: skip
+        program.stop(signal.SIGTERM)
 
 
 @pytest.mark.survives("run-directory-deleted")
@@ -155,8 +153,7 @@ def test_a_machine_that_sleeps_and_wakes_goes_on_where_it_was(savedir, module):
             time.sleep(40 if signum == signal.SIGSTOP else 0)  # Keepalive's is 30.
         wait_for_steps(savedir, 1000)
         assert program.workers() == before
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+        program.stop(signal.SIGTERM)
     for word in ("Traceback", "died", "started again", "no stream"):
         assert word not in program.output
     steps = [int(row["step"]) for row in read_logs(savedir / "x")]
@@ -194,8 +191,7 @@ def test_a_clock_that_is_set_back_changes_nothing(savedir, module):
     with Program(module, *flags, module="tests.clock") as program:
         wait_for_steps(savedir, 800)
         assert load(savedir)["step"] > 0
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+        program.stop(signal.SIGTERM)
     rows = read_logs(savedir / "x")
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds) and seconds[0] >= 0
@@ -242,8 +238,7 @@ def test_ctrl_c_while_servers_start_is_no_traceback(savedir):
 def test_a_signal_ends_a_run_whose_learner_waits_for_rollouts(savedir, module):
     with start(module, savedir, env="tests.faulty_envs:Stuck-v0") as program:
         program.wait_for("sleeps for an hour")
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+        program.stop(signal.SIGTERM)
     assert "Traceback" not in program.output
     assert load(savedir)["step"] > 0
 
@@ -256,8 +251,7 @@ def test_a_second_signal_ends_it_at_once(savedir, module):
         os.mkfifo(savedir / "x" / "model.tar.tmp")  # Nobody reads what is saved.
         program.signal(signal.SIGTERM)
         time.sleep(1.5)
-        program.signal(signal.SIGINT)
-        assert program.end() == 128 + signal.SIGINT
+        program.stop()
     assert "quit without saving" in program.output
     assert "Traceback" not in program.output
 
@@ -269,8 +263,7 @@ def test_a_signal_that_comes_twice_is_one(savedir, module):
     with start(module, savedir) as program:
         wait_for_steps(savedir, 40)
         program.signal(signal.SIGTERM)
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+        program.stop(signal.SIGTERM)
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"])
 
 
@@ -283,8 +276,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_a_whole_one(savedir, modu
         deadline = time.monotonic() + TIMEOUT_S
         while not temporary.exists():
             assert time.monotonic() < deadline
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+        program.stop(signal.SIGTERM)
     assert load(savedir)["step"] == int(read_logs(savedir / "x")[-1]["step"])
     assert not temporary.exists()
 
@@ -314,10 +306,8 @@ def test_the_next_run_removes_sockets_of_a_learner_and_servers_killed_together(
         with start("polybeast", savedir) as other:
             other.wait_for("results in")
             assert running in directories()
-            other.signal(signal.SIGTERM)
-            assert other.end() == 128 + signal.SIGTERM
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM
+            other.stop(signal.SIGTERM)
+        program.stop(signal.SIGTERM)
     assert directories() == {another}
     another.rmdir()
 
@@ -380,8 +370,7 @@ class Link:
 
 def end(learner, savedir):
     """Of a run with servers: everything that was begun is accounted for."""
-    learner.signal(signal.SIGTERM)
-    assert learner.end() == 128 + signal.SIGTERM
+    learner.stop(signal.SIGTERM)
     counts = rollouts(learner.output)
     assert f"step {20 * counts['learned from']} of" in learner.output
     return counts["lost with their stream"]

@@ -120,6 +120,13 @@ def main(*args, module="monobeast", stderr=None):
     return Result(code, stdout.getvalue(), text)
 
 
+def succeeds(*args, **kwargs):
+    """The Result of main(), whose exit code is 0."""
+    result = main(*args, **kwargs)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def refusal(*args, **kwargs):
     """The one line with which the program refuses these arguments; exit code 2."""
     result = main(*args, **kwargs)
@@ -182,6 +189,11 @@ class Program:
                 if match := re.search("\0RANK=([0-9]+)\0", environ):
                     pids[int(match[1])] = pid
         return [pids[rank] for rank in sorted(pids)]
+
+    def stop(self, signum=signal.SIGINT):
+        """Signals the program alone, and asserts that it ends by that."""
+        self.signal(signum)
+        assert self.end() == 128 + signum
 
     def signal(self, signum):
         self.process.send_signal(signum)

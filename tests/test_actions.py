@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 import polybeast
 from tests.envs import Target
-from tests.programs import main, read_logs
+from tests.programs import main, read_logs, succeeds
 from tests.test_agent import parse
 from tests.test_spaces import Sampler
 from torchbeast.environment import Environment
@@ -195,8 +195,7 @@ def test_actions_of_mixed_kinds_go_through_whole_programs(mode, tmp_path):
     size = {"serial": ["--num_actors", 0], "actors": ["--num_actors", 1],
             "servers": ["--num_servers", 1]}[mode]  # fmt: skip
     module = "polybeast" if mode == "servers" else "monobeast"
-    result = main(*args, *size, "--use_lstm", "--total_steps", 400, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, *size, "--use_lstm", "--total_steps", 400, module=module)
     rows = read_logs(tmp_path / "x")
     assert int(rows[-1]["step"]) >= 400
     result = main(*args, "--mode", "test", "--num_test_episodes", 3, module=module)

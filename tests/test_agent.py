@@ -21,7 +21,7 @@ import polybeast
 import r2d2
 from tests import envs
 from tests.faulty_envs import Nested
-from tests.programs import main, read_logs
+from tests.programs import read_logs, succeeds
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
 from torchbeast.encoders import make_encoder
 from torchbeast.flags import parse_args
@@ -34,11 +34,10 @@ T, B = 5, 4
 CPU = torch.device("cpu")
 
 
-def parse(*args):
-    flags = monobeast.program_parser().parse_args(
-        ["--unroll_length", str(T), "--batch_size", str(B), "--num_actors", "0"]
-        + [str(a) for a in args]
-    )
+def parse(*args, agent="polybeast"):
+    size = ["--unroll_length", T, "--batch_size", B, "--num_actors", 0]
+    argv = [str(a) for a in ["--agent", agent, *size, *args]]
+    flags = parse_args(monobeast.program_parser(agent), argv)
     monobeast.set_defaults(flags)
     return flags
 
@@ -90,27 +89,21 @@ def nested(num_envs=B):
 
 @pytest.mark.parametrize("use_lstm", [[], ["--use_lstm"]])
 @pytest.mark.parametrize(
-    "observation_space",
+    ("observation_space", "action_space", "num_logits"),
     [
-        spaces.Box(0, 255, (4, 84, 84), np.uint8),
-        spaces.Box(0, 255, (96, 96, 3), np.uint8),
-        spaces.Box(0, 255, (7, 7, 3), np.uint8),
-        spaces.Box(-1, 1, (), np.float64),
-        spaces.Box(0, 9, (2, 3, 4, 5), np.uint16),
-        spaces.Discrete(5, start=-2),
-        spaces.MultiDiscrete([[2, 3], [4, 5]]),
-        spaces.MultiBinary([2, 3]),
-        Nested.observation_space,
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "action_space, num_logits",
-    [
-        (spaces.Discrete(6), 6),
-        (spaces.MultiDiscrete([2, 5, 3]), 10),
-        (spaces.MultiDiscrete([[2, 5], [3, 2]], start=[[1, 0], [-1, 3]]), 12),
-        (spaces.MultiBinary((2, 3)), 12),
+        (spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(6), 6),
+        (spaces.Box(0, 255, (96, 96, 3), np.uint8), spaces.Discrete(6), 6),
+        (spaces.Box(0, 255, (7, 7, 3), np.uint8), spaces.MultiDiscrete([2, 5, 3]), 10),
+        (spaces.Box(-1, 1, (), np.float64), spaces.MultiDiscrete([2, 5, 3]), 10),
+        (
+            spaces.Box(0, 9, (2, 3, 4, 5), np.uint16),
+            spaces.MultiDiscrete([[2, 5], [3, 2]], start=[[1, 0], [-1, 3]]),
+            12,
+        ),
+        (spaces.Discrete(5, start=-2), spaces.MultiBinary((2, 3)), 12),
+        (spaces.MultiDiscrete([[2, 3], [4, 5]]), spaces.Discrete(6), 6),
+        (spaces.MultiBinary([2, 3]), spaces.Discrete(6), 6),
+        (Nested.observation_space, spaces.MultiDiscrete([2, 5, 3]), 10),
     ],
     ids=str,
 )
@@ -558,9 +551,8 @@ def test_the_preset_a2c_learns_from_the_policy_that_acted_and_by_a2cs_loss(tmp_p
     log_prob = log_prob.gather(-1, batch["action"][..., None])[..., 0]
     pg_loss = -(log_prob * advantages.detach()).sum() / (~batch["done"][1:]).sum()
     torch.testing.assert_close(statistics["pg_loss"], pg_loss)
-    result = main(*args, "--total_steps", 800, "--savedir", tmp_path, "--xpid", "x",
-                  "--log_interval_steps", 80)  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, "--total_steps", 800, "--savedir", tmp_path, "--xpid", "x",
+             "--log_interval_steps", 80)  # fmt: skip
     assert {row["policy_lag"] for row in read_logs(tmp_path / "x")} == {"0.0"}
 
 

@@ -10,9 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+import monobeast
 import polybeast
-from tests.programs import ROOT, SERIAL, args, both, load, main, read_logs, refusal
+import warpbeast
+from tests.programs import (
+    ROOT,
+    SERIAL,
+    args,
+    both,
+    load,
+    main,
+    read_logs,
+    refusal,
+    succeeds,
+)
 from torchbeast import environment, rollouts
+from torchbeast.flags import AGENTS
 from torchbeast.log_writer import COLUMNS
 
 LOG = ("--log_interval_steps", 40)
@@ -21,6 +34,14 @@ LOG = ("--log_interval_steps", 40)
 def flags_of(module, savedir, *others, **kwargs):
     serial = SERIAL if module == "monobeast" else ()
     return args(module, savedir, *serial, *LOG, *others, **kwargs)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_presets_have_flags_that_are_there(agent):
+    parsers = [x.program_parser(agent) for x in (monobeast, polybeast, warpbeast)]
+    known = {name for p in parsers for name in vars(p.parse_args([]))}
+    for preset in parsers[0].presets.values():
+        assert preset.keys() <= known
 
 
 @pytest.fixture
@@ -39,8 +60,7 @@ def test_an_agent_of_a_users_own_runs_in_either_program(savedir, module):
     """What its act() returned arrives in its learn(), and what learn() returns in the
     log, under names that no other file knows."""
     flags = ("--agent", "tests.batch_norm_agent", "--num_epochs", 1)
-    result = main(*flags_of(module, savedir, *flags, steps=200), module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags_of(module, savedir, *flags, steps=200), module=module)
     rows = read_logs(savedir / "x")
     assert [int(row["step"]) for row in rows] == [40, 80, 120, 160, 200]
     assert [float(row["sum_difference"]) for row in rows] == 5 * [0]
@@ -367,8 +387,7 @@ def test_a_statistic_that_comes_later_is_empty_in_the_rows_before(savedir, my_ag
             return {**statistics, **late}
 
     my_agent(Agent)
-    result = main(*flags_of("monobeast", savedir, "--agent", "my_agent", steps=160))
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags_of("monobeast", savedir, "--agent", "my_agent", steps=160))
     rows = read_logs(savedir / "x")
     assert [row["late"] for row in rows] == ["", "", "1.0", "1.0"]
     assert [row["number"] for row in rows] == ["", "", "3.0", "3.0"]

@@ -12,7 +12,7 @@ from torch import nn
 import monobeast
 import polybeast
 import ppo
-from tests.programs import main
+from tests.programs import main, succeeds
 from tests.test_agent import batches, make_actor, parse
 from torchbeast import environment
 from torchbeast.encoders import NumbersEncoder
@@ -224,8 +224,7 @@ def test_what_was_chosen_is_printed_in_one_line_and_in_meta_json(tmp_path):
     flags = json.loads((tmp_path / "x" / "meta.json").read_text())["flags"]
     assert flags["normalize_rewards"] is True and flags["learning_rate"] == 0.1
     assert "clipped" not in result.stderr
-    again = main(*args, "--mode", "test", "--num_test_episodes", 1)
-    assert again.returncode == 0, again.stderr
+    succeeds(*args, "--mode", "test", "--num_test_episodes", 1)
 
 
 @pytest.mark.parametrize(

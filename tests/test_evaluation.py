@@ -94,14 +94,20 @@ def test_nothing_is_sent_before_the_interval_or_while_it_plays(monkeypatch):
         evaluator.close()
 
 
+@pytest.fixture
+def logged(monkeypatch):
+    """Lines that were logged as errors."""
+    lines = []
+    monkeypatch.setattr(log, "error", lambda text, *args: lines.append(text % args))
+    return lines
+
+
 def raises(flags, num_envs, *args):
     raise RuntimeError("no such display")
 
 
 @pytest.mark.survives("evaluation-dies")
-def test_what_goes_wrong_in_it_is_logged_and_ends_the_evaluation_alone(monkeypatch):
-    logged = []
-    monkeypatch.setattr(log, "error", lambda text, *args: logged.append(text % args))
+def test_what_goes_wrong_in_it_is_logged_and_ends_the_evaluation_alone(logged):
     _, agent, evaluator = make(raises)
     wait_for(lambda: evaluator.take() or logged)
     assert "evaluation ends: " in logged[0] and "no such display" in logged[0]
@@ -111,9 +117,7 @@ def test_what_goes_wrong_in_it_is_logged_and_ends_the_evaluation_alone(monkeypat
 
 
 @pytest.mark.survives("evaluation-dies")
-def test_a_killed_one_is_noticed(monkeypatch):
-    logged = []
-    monkeypatch.setattr(log, "error", lambda text, *args: logged.append(text % args))
+def test_a_killed_one_is_noticed(logged):
     _, agent, evaluator = make()
     os.kill(evaluator._process.pid, signal.SIGKILL)
     wait_for(lambda: evaluator.take() or logged)
@@ -129,9 +133,7 @@ def forks(flags, num_envs, *args):
 
 
 @pytest.mark.survives("evaluation-dies")
-def test_a_dead_one_is_noticed_although_its_environment_forked(monkeypatch):
-    logged = []
-    monkeypatch.setattr(log, "error", lambda text, *args: logged.append(text % args))
+def test_a_dead_one_is_noticed_although_its_environment_forked(logged):
     _, _, evaluator = make(forks)
     wait_for(lambda: evaluator.take() or logged)
     assert logged == ["evaluation ends: its process has ended, exit code 5"]
@@ -152,8 +154,7 @@ def test_runs_log_it_and_leave_no_process(module, tmp_path):
     with Program(*args(module, tmp_path, *options, env=CATCH), module=module) as run:
         run.wait_for("2 episodes, mean return")
         wait_for_steps(tmp_path, 1000)
-        run.signal(signal.SIGTERM)
-        assert run.end() == 128 + signal.SIGTERM
+        run.stop(signal.SIGTERM)
     rows = [row for row in read_logs(tmp_path / "x") if row["eval_return"]]
     assert rows and all(-1 <= float(row["eval_return"]) <= 1 for row in rows)
     assert all(float(row["eval_step"]) <= float(row["step"]) for row in rows)

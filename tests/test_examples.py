@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import monobeast
-from tests.programs import ROOT, SERIAL, both, load, main, read_logs
+from tests.programs import ROOT, SERIAL, both, load, read_logs, succeeds
 from tests.test_agent import batches, make_actor
 from tests.test_learning import learns
 from torchbeast import environment
@@ -56,8 +56,7 @@ def pair(flags, name):
 
 def trains(savedir, *flags, module, steps=400):
     """Runs the program. Returns the rows of its log, which goes on to that step."""
-    result = main(*flags, "--savedir", savedir, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags, "--savedir", savedir, module=module)
     rows = read_logs(savedir / "x")
     assert int(rows[-1]["step"]) == steps
     assert all(math.isfinite(float(row["total_loss"])) for row in rows)
@@ -78,9 +77,8 @@ def test_an_example_trains_with_a_recurrent_network(example, savedir):
 def test_a_trained_example_plays(example, savedir):
     flags = flags_for(example, "monobeast")
     trains(savedir, *flags, module="monobeast")
-    result = main(*flags, "--savedir", savedir, "--mode", "test",
-                  "--num_test_episodes", 1, "--sample_actions")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags, "--savedir", savedir, "--mode", "test",
+                      "--num_test_episodes", 1, "--sample_actions")  # fmt: skip
     assert "episode 1: return" in result.stdout
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.programs import ROOT, main
+from tests.programs import ROOT, main, succeeds
 from tests.test_masks import AGENTS
 from torchbeast import environment, export
 from torchbeast.flags import run_command
@@ -22,8 +22,7 @@ PLAY = {"LSTM": ("--use_lstm",), "PPO": ("--agent", "ppo", "--normalize_observat
 
 def train(path, *args, env="CartPole-v1", steps=400):
     args = ("--savedir", path, "--xpid", "x", "--env", env, "--num_actors", 0, *args)
-    result = main(*args, "--total_steps", steps, "--seed", 1)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, "--total_steps", steps, "--seed", 1)
 
 
 def write(path, name):
@@ -116,8 +115,7 @@ TESTED = "--mode", "test", "--num_test_episodes", 5, "--greedy", "--seed", 1
 
 def played(*args, module="monobeast"):
     """The returns of five games."""
-    result = main(*TESTED, *args, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*TESTED, *args, module=module)
     return re.findall(r": return ([-0-9.]+), ", result.stdout)
 
 

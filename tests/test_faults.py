@@ -39,6 +39,7 @@ from tests.programs import (
     read_logs,
     refusal,
     run,
+    succeeds,
     wait_for_steps,
     workers,
 )
@@ -219,8 +220,7 @@ def test_full_disk_while_logging_ends_the_run_with_one_error(tmp_path, module):
         logs = (path / "x" / "logs.csv").read_text()
         # There is room again, and the run begins anew.
         (path / "other").unlink()
-        result = main(*quick(module, path, *flags, steps=400), module=module)
-        assert result.returncode == 0, result.stderr
+        succeeds(*quick(module, path, *flags, steps=400), module=module)
         assert (path / "x" / "attempt-1" / "logs.csv").read_text() == logs
 
 
@@ -248,8 +248,7 @@ def test_logs_and_notes_that_were_damaged_do_not_hold_up_a_run(trained, module):
     text = f"{header}\n{row}\n{later}\n400,1\n\0\0\0\0\n40"
     (path / "logs.csv").write_text(text)
     (path / "meta.json").write_bytes(bytes(100))
-    result = main(*quick(module, trained, *LOG, steps=600), module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*quick(module, trained, *LOG, steps=600), module=module)
     assert [int(r["step"]) for r in read_logs(path)] == [400, 440, 480, 520, 560, 600]
     assert json.loads((path / "meta.json").read_text())["first_step"] == 400
     assert "meta.json is written anew" in result.stderr
@@ -270,8 +269,7 @@ def test_nor_do_those_of_which_nothing_is_left(trained, module, logs, notes):
     header = ",".join([*COLUMNS, "total_loss"]).encode() + b"\n"
     (path / "logs.csv").write_bytes(logs.replace(b"%s", header))
     (path / "meta.json").write_text(notes)
-    result = main(*quick(module, trained, *LOG, steps=480), module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*quick(module, trained, *LOG, steps=480), module=module)
     assert [int(r["step"]) for r in read_logs(path)] == [440, 480]
     assert "meta.json is written anew" in result.stderr
 
@@ -414,8 +412,7 @@ def test_what_is_only_looked_at_ends_no_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(machine, "open", no_file, raising=False)
     flags = args("monobeast", tmp_path, *SERIAL, "--log_interval_steps", 40, steps=80)
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags)
     rows = read_logs(tmp_path / "x")
     assert [(row["step"], row["rss_mb"]) for row in rows] == [("40", ""), ("80", "")]
 

@@ -7,7 +7,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
-from tests.programs import args, main, refusal
+from tests.programs import args, refusal, succeeds
 from tests.test_environment import play, same
 from tests.test_spaces import Sampler
 from torchbeast.environment import Environment
@@ -123,16 +123,14 @@ LARGE = "observation/image is 30 x 104: --resize 84"
 def test_a_large_image_is_told_of_with_the_flag_that_mends_it(module, resize, savedir):
     flags = () if resize is None else ("--resize", resize)
     words = args(module, savedir, *flags, "--net", "shallow", env=CAMERA, steps=80)
-    result = main(*words, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*words, module=module)
     height, width = (30, 104) if resize is None else (20, 20)
     assert f"image, height {height}, width {width}, channels 3" in result.stderr
     assert result.stderr.count(LARGE) == (resize is None)
     if resize is not None:
         assert "--resize 84" not in result.stderr
-    played = main("--savedir", savedir, "--mode", "test", "--env", CAMERA,
-                  "--num_test_episodes", 1, module=module)  # fmt: skip
-    assert played.returncode == 0, played.stderr  # With the flags of the checkpoint.
+    succeeds("--savedir", savedir, "--mode", "test", "--env", CAMERA,
+             "--num_test_episodes", 1, module=module)  # fmt: skip
 
 
 def test_what_is_large():

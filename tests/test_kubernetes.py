@@ -8,7 +8,7 @@ import pytest
 
 from tests import certificates
 from tests.programs import ROOT, Program, wait_for_steps
-from tests.test_dialing import CARTPOLE, end, here
+from tests.test_dialing import CARTPOLE, here
 from tests.test_docker import stages
 
 PATH = ROOT / "examples/kubernetes"
@@ -103,5 +103,5 @@ def test_the_programs_run_with_the_manifests_flags_and_its_probe_tells(
         with start("Job", "polybeast", "learner") as learner:
             wait_for_steps(savedir, 400)
             assert subprocess.run(probe).returncode == 0
-            end(learner)
-        end(host)
+            learner.stop()
+        host.stop()

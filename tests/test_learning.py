@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.programs import ROOT, Program, main, read_logs
+from tests.programs import ROOT, Program, read_logs, succeeds
 
 PPO = ["--agent", "ppo"]
 DQN = ["--agent", "r2d2", "--no-use_lstm"]
@@ -210,12 +210,11 @@ def last_return(directory):
 @pytest.mark.long
 def test_crossq_learns_pendulum_in_few_steps(tmp_path):
     """By its preset, but with networks and batches for a few seconds."""
-    result = main("--agent", "sac", "--preset", "crossq", "--env", "Pendulum-v1",
-                  "--hidden_sizes", 64, 64, "--critic_hidden_sizes", 64, 64,
-                  "--replay_batch_size", 64, "--replay_ratio", 64, "--seed", 1,
-                  "--replay_start", 500, "--total_steps", 4400, "--savedir", tmp_path,
-                  "--log_interval_steps", 200, "--xpid", "x")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    succeeds("--agent", "sac", "--preset", "crossq", "--env", "Pendulum-v1",
+             "--hidden_sizes", 64, 64, "--critic_hidden_sizes", 64, 64,
+             "--replay_batch_size", 64, "--replay_ratio", 64, "--seed", 1,
+             "--replay_start", 500, "--total_steps", 4400, "--savedir", tmp_path,
+             "--log_interval_steps", 200, "--xpid", "x")  # fmt: skip
     rows = [row for row in read_logs(tmp_path / "x") if row["episode_return"]]
     returns = [float(row["episode_return"]) for row in rows if row["episodes"] == "1"]
     assert len(returns) >= 18
@@ -225,8 +224,7 @@ def test_crossq_learns_pendulum_in_few_steps(tmp_path):
 @pytest.mark.long
 def test_memory_cannot_be_solved_without_a_recurrent_network(tmp_path):
     env = ABILITIES["memory"][0]
-    result = main("--env", env, "--total_steps", 60_000, "--num_actors", 0,
-                  "--savedir", tmp_path, "--xpid", "x")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    succeeds("--env", env, "--total_steps", 60_000, "--num_actors", 0,
+             "--savedir", tmp_path, "--xpid", "x")  # fmt: skip
     rows = [row for row in read_logs(tmp_path / "x") if row["episode_return"]]
     assert all(float(row["episode_return"]) < 0.6 for row in rows)

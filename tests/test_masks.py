@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vtrace
 from tests import envs, test_warp
-from tests.programs import main
+from tests.programs import main, succeeds
 from torchbeast import distributions, environment, machine, masks, targets
 from torchbeast.messages import BadInput
 from torchbeast.spaces import Actions, BadStep
@@ -174,10 +174,8 @@ AGENTS = {
 def test_no_agent_takes_an_action_that_is_not_allowed(agent, tmp_path):
     args = ("--savedir", tmp_path, "--xpid", "x", "--num_actors", 0, "--env")
     args += ("tests.envs:torchbeast/Masked-v0", *AGENTS[agent])
-    result = main(*args, "--total_steps", 600)
-    assert result.returncode == 0, result.stderr
-    result = main(*args, "--mode", "test", "--num_test_episodes", 5)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, "--total_steps", 600)
+    succeeds(*args, "--mode", "test", "--num_test_episodes", 5)
 
 
 class MaskedWarp(test_warp.Leaving):

@@ -12,7 +12,7 @@ from gymnasium import spaces
 import monobeast
 import polybeast
 from tests import envs
-from tests.programs import main, read_logs
+from tests.programs import main, read_logs, succeeds
 from tests.test_agent import batches as acted_batches
 from tests.test_agent import collect, make_actor, parse
 from torchbeast import checkpoint, environment, ranks
@@ -293,8 +293,7 @@ def test_a_normalized_run_resumes_and_is_tested(agent, lstm, tmp_path):
     if agent != "polybeast":
         args += ["--num_minibatches", 2]
     for steps in (400, 800):
-        result = main(*args, "--total_steps", steps)
-        assert result.returncode == 0, result.stderr
+        succeeds(*args, "--total_steps", steps)
     assert int(read_logs(tmp_path / "x")[-1]["step"]) == 800
     result = main(*args, "--mode", "test", "--num_test_episodes", 1)
     assert result.returncode == 0 and "1 episodes" in result.stdout, result.stderr

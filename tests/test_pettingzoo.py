@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import envs, parallel_envs, turn_envs
-from tests.programs import args, both, main, poly_first, refusal
+from tests.programs import args, both, main, poly_first, refusal, succeeds
 from torchbeast import environment, play
 from torchbeast.messages import BadInput
 from torchbeast.remote import servers
@@ -284,12 +284,10 @@ def small(module, savedir, *others, env, steps=800):
 @poly_first
 def test_agents_that_come_and_go_are_learned_from_and_tested(module, savedir):
     flags = small(module, savedir, "--env_args", "masks='info'", env="Crowd")
-    result = main(*flags, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags, module=module)
     video = savedir / "x.mp4"
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 3
-    result = main(*test, "--video", video, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*test, "--video", video, module=module)
     assert result.stdout.count("return ") == 4 and "mean age" in result.stdout
     assert video.stat().st_size > 0
 

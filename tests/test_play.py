@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from tests.programs import ROOT, SERIAL, args, command, main, refusal
+from tests.programs import ROOT, SERIAL, args, command, main, refusal, succeeds
 from torchbeast import play
 from torchbeast.flags import run_parser
 
@@ -144,7 +144,6 @@ def test_an_agent_that_comes_with_the_repository_plays(game, flags, least, tmp_p
     shutil.copy(ROOT / f"docs/results/{game}.tar", agent)
     assert agent.stat().st_size < 1_500_000
     words = "--mode", "test", "--seed", 1, *flags
-    result = main(*words, "--checkpoint", agent)
-    assert result.returncode == 0, result.stderr
+    succeeds(*words, "--checkpoint", agent)
     returns = json.loads((tmp_path / "test.json").read_text())[0]["returns"]
     assert statistics.mean(returns) > least

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tests.programs import ROOT, SERIAL, args, main, read_logs
+from tests.programs import ROOT, SERIAL, args, read_logs, succeeds
 from torchbeast import logs, plot
 from torchbeast.messages import BadInput
 
@@ -228,8 +228,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch, words, message):
 def test_three_seeds_of_a_real_run(savedir, tmp_path):
     for seed in (1, 2, 3):
         flags = ("--seed", seed, "--xpid", f"x{seed}", "--log_interval_steps", 40)
-        result = main(*args("monobeast", savedir, *SERIAL, *flags, steps=400))
-        assert result.returncode == 0, result.stderr
+        succeeds(*args("monobeast", savedir, *SERIAL, *flags, steps=400))
     out = tmp_path / "plot.png"
     words = [*savedir.iterdir(), "--out", out]  # Also savedir/latest.
     result = subprocess.run(

@@ -9,7 +9,7 @@ import torch
 
 import polybeast
 from tests import envs, parallel_envs, turn_envs
-from tests.programs import args, load, main, poly_first, read_logs, refusal
+from tests.programs import args, load, poly_first, read_logs, refusal, succeeds
 from tests.test_agent import T, batches, make_actor, parse
 from torchbeast import environment, policies, rollouts
 from torchbeast.flags import load_agent
@@ -262,15 +262,13 @@ def test_policies_learn_resume_and_are_tested(module, savedir, env):
     flags = "--policies", names, "--a.learning_rate", 0.002, "--freeze", "b"
     flags += "--log_interval_steps", 40
     run = args(module, savedir, *flags, env=env, steps=600)
-    result = main(*run, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*run, module=module)
     first = load(savedir)["agent"]
     rows = read_logs(savedir / "x")
     assert any(row["a/total_loss"] for row in rows)
     assert not any(name.startswith("b/") for name in rows[0])
     assert any(row["episode/b_return"] for row in rows)
-    result = main(*run, "--total_steps", 1200, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*run, "--total_steps", 1200, module=module)
     assert "resuming" in result.stderr
     then = load(savedir)["agent"]
 
@@ -280,8 +278,7 @@ def test_policies_learn_resume_and_are_tested(module, savedir, env):
 
     assert moved("a") and not moved("b")
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 2
-    result = main(*test, "--video", savedir / "x.mp4", module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*test, "--video", savedir / "x.mp4", module=module)
     assert result.stdout.count("episode ") == 2
     assert f"--policies {shlex.quote(names)}" in result.stdout
     assert "--a.learning_rate 0.002" in result.stdout
@@ -294,7 +291,6 @@ def test_both_policies_learn_what_is_right(savedir):
     flags = args("monobeast", savedir, "--policies", "a=x,b=[yz]", "--learning_rate",
                  0.003, "--log_interval_steps", 1000, env=CROWD + "Targets",
                  steps=10_000)  # fmt: skip
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags)
     last = read_logs(savedir / "x")[-1]
     assert min(float(last[f"episode/{name}_return"]) for name in "ab") > 5

@@ -31,6 +31,7 @@ from tests.programs import (
     main,
     read_logs,
     refusal,
+    succeeds,
     wait_for_steps,
 )
 from tests.test_polybeast_env import COUNTER, free_port, servers
@@ -92,9 +93,8 @@ def test_the_networks_are_the_papers(net):
 
 def test_a_run_ends_at_its_last_step_with_logs_and_a_checkpoint(savedir):
     before = directories()
-    result = main(*small_run(savedir, "--log_interval_steps", 200, steps=2000),
-                  module="polybeast")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*small_run(savedir, "--log_interval_steps", 200, steps=2000),
+                      module="polybeast")  # fmt: skip
     assert directories() == before
     assert load(savedir)["step"] == 2000
     rows = read_logs(savedir / "x")
@@ -118,8 +118,7 @@ def test_a_run_ends_at_its_last_step_with_logs_and_a_checkpoint(savedir):
 @both
 def test_either_program_tests_the_others_checkpoint(trained, module, tester):
     flags = ("--mode", "test", "--num_test_episodes", 2)
-    result = main(*args(tester, trained, *flags, "--net", "deep"), module=tester)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*args(tester, trained, *flags, "--net", "deep"), module=tester)
     assert "step 400" in result.stdout and "2 episodes: mean return" in result.stdout
 
 
@@ -127,8 +126,7 @@ def test_either_program_tests_the_others_checkpoint(trained, module, tester):
 def test_the_same_command_resumes(trained, module):
     serial = SERIAL if module == "monobeast" else ()
     flags = args(module, trained, *serial, *LOG, steps=600)
-    result = main(*flags, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags, module=module)
     assert "resuming" in result.stderr and "at step 400" in result.stderr
     steps = [int(row["step"]) for row in read_logs(trained / "x")]
     assert steps == [400, 440, 480, 520, 560, 600]
@@ -139,8 +137,7 @@ def test_images_are_trained_on_in_bfloat16_where_the_cpu_has_it(module, savedir)
     serial = SERIAL if module == "monobeast" else ()
     shallow = ("--net", "shallow", "--learner_device", "cpu")  # Not the deep one.
     flags = args(module, savedir, *shallow, *serial, env=PIXELS, steps=40)
-    result = main(*flags, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags, module=module)
     cpu = torch.device("cpu")
     expected = "bfloat16" if devices.has_bfloat16(cpu) else "float32"
     meta = json.loads((savedir / "x" / "meta.json").read_text())
@@ -151,9 +148,8 @@ def test_images_are_trained_on_in_bfloat16_where_the_cpu_has_it(module, savedir)
 @pytest.mark.long
 def test_a_compiled_network_in_bfloat16_trains(savedir):
     flags = ["--net", "shallow", "--compile", "--precision", "bfloat16", *LOG]
-    result = main(*small_run(savedir, *flags, env=PIXELS, steps=400),
-                  module="polybeast")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    succeeds(*small_run(savedir, *flags, env=PIXELS, steps=400),
+             module="polybeast")  # fmt: skip
     losses = [float(row["total_loss"]) for row in read_logs(savedir / "x")]
     assert len(losses) == 10 and np.isfinite(losses).all()
 
@@ -187,8 +183,7 @@ def test_a_signal_before_the_first_update_ends_the_run_in_order(savedir):
     flags = ("--batch_size", 1000, "--unroll_length", 99)
     with Program(*small_run(savedir, *flags), module="polybeast") as program:
         program.wait_for("connected")
-        program.signal(signal.SIGINT)
-        assert program.end() == 130
+        program.stop()
     assert "Traceback" not in program.output and "step 0 of" in program.output
 
 
@@ -216,8 +211,7 @@ def test_a_server_is_replaced_that_is_killed_or_whose_directory_is_tidied_away(
         for _ in range(2):
             program.wait_for(": connected (reconnects")
         wait_for_steps(savedir, 400)
-        program.signal(signal.SIGINT)
-        assert program.end() == 130
+        program.stop()
     assert directories() == before
     steps = [int(row["step"]) for row in read_logs(savedir / "x")]
     assert steps == list(range(40, steps[-1] + 1, 40))
@@ -237,8 +231,7 @@ def test_a_start_leaves_finished_runs_in_the_temporary_directory():
 @pytest.mark.long
 def test_a_stream_may_have_a_thousand_environments_and_more(savedir):
     flags = ("--num_servers", 1, "--envs_per_server", 1500, "--unroll_length", 2)
-    result = main(*small_run(savedir, *flags, steps=6000), module="polybeast")
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*small_run(savedir, *flags, steps=6000), module="polybeast")
     assert "no stream" not in result.stderr and load(savedir)["step"] == 6000
 
 
@@ -312,8 +305,7 @@ def test_servers_of_others_are_used_over_tcp(savedir):
     flags = ["--num_servers", 1, "--envs_per_server", 4, "--address", address]
     with servers(*flags, env="CartPole-v1") as program:
         flags = ("--server_addresses", f"{address}, {address}")
-        result = main(*small_run(savedir, *flags, steps=2000), module="polybeast")
-        assert result.returncode == 0, result.stderr
+        result = succeeds(*small_run(savedir, *flags, steps=2000), module="polybeast")
         assert "2 streams" in result.stderr
         program.wait_for("disconnected after")
 

@@ -20,6 +20,7 @@ from tests.programs import (
     refusal,
     rollouts,
     step,
+    succeeds,
     wait_for_steps,
 )
 from tests.test_actor_pool import Learner
@@ -79,8 +80,7 @@ def test_all_hosts_vanish_without_a_word_and_come_back(tmp_path):
         for _ in range(2):
             learner.wait_for(": connected")
         wait_for_steps(tmp_path, 1000)
-        learner.signal(signal.SIGINT)
-        assert learner.end() == 130
+        learner.stop()
         # One line when a server is lost, one when it is back.
         for address in (f"{one.ip}:50051", f"{two.ip}:50052"):
             assert learner.output.count(f"{address}: no stream") == 1
@@ -104,8 +104,7 @@ def test_a_killed_server_and_its_return_are_logged_and_training_never_stops(tmp_
             for _ in range(2):
                 learner.wait_for(f"{two}: connected")
             wait_for_steps(tmp_path, 1000)
-            learner.signal(signal.SIGINT)
-            assert learner.end() == 130
+            learner.stop()
         _, learned = delivered_and_learned(learner.output)
         assert learned == step(tmp_path) / 20
     assert f"{one}: no stream" not in learner.output
@@ -119,8 +118,7 @@ def test_what_is_delivered_is_learned_from_whatever_environments_raise(tmp_path)
         flags = ("--total_steps", 8001)
         learner = learned(tmp_path, f"{address},{address}", *flags, env=env)
         assert learner.returncode == 0, learner.stderr
-        server.signal(signal.SIGTERM)
-        assert server.end() == 128 + signal.SIGTERM
+        server.stop(signal.SIGTERM)
     assert step(tmp_path) == 8080  # Whole batches of 4 times 20.
     assert delivered_and_learned(learner.stderr) == (404, 404)
     # Resets included, 320 steps of 3 environments come through each stream.
@@ -208,8 +206,7 @@ def test_servers_are_added_and_removed_by_a_file(tmp_path):
             f"{path}: no address, expected HOST:PORT,...; goes on as it is"
         )
         wait_for_steps(tmp_path, 1000)
-        learner.signal(signal.SIGINT)
-        assert learner.end() == 130
+        learner.stop()
     assert learner.output.count("goes on as it is") == 2
     assert "no stream" not in learner.output
 
@@ -248,16 +245,14 @@ def test_a_killed_learner_leaves_nothing_behind_and_resumes(tmp_path):
         assert learner.end() == -signal.SIGKILL  # Asserts that no process is left.
     assert directories() == before
     args += ["--total_steps", step(tmp_path) + 600]
-    learner = main(*args, module="polybeast")
-    assert learner.returncode == 0, learner.stderr
+    learner = succeeds(*args, module="polybeast")
     resumed_at = int(re.search(r"resuming.* at step (\d+)", learner.stderr)[1])
     assert 0 < resumed_at <= step(tmp_path) - 600
     expected = (step(tmp_path) - resumed_at) / 20
     assert delivered_and_learned(learner.stderr) == (expected, expected)
     # There is nothing left to do, and nothing is done.
     before = (tmp_path / "x" / "model.tar").read_bytes()
-    learner = main(*args, module="polybeast")
-    assert learner.returncode == 0, learner.stderr
+    learner = succeeds(*args, module="polybeast")
     assert "nothing is left to do" in learner.stderr.splitlines()[-1]
     assert (tmp_path / "x" / "model.tar").read_bytes() == before
 
@@ -455,8 +450,7 @@ def test_garbage_harms_neither_the_learner_nor_the_server(tmp_path):
                         s.sendall(garbage)
                         s.sendall(rng.bytes(10**5))
         wait_for_steps(tmp_path, 1000)
-        learner.signal(signal.SIGINT)
-        assert learner.end() == 130
+        learner.stop()
     for fake, _ in answers:
         fake.close()
     assert f"{address}: no stream" not in learner.output

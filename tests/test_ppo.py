@@ -11,8 +11,8 @@ from torch import nn
 import monobeast
 import polybeast_env
 import ppo
-from tests import envs
-from tests.programs import main, read_logs, refusal
+from tests import envs, test_agent
+from tests.programs import read_logs, refusal, succeeds
 from tests.test_agent import make_actor
 from torchbeast import environment, minibatches
 from torchbeast.flags import parse_args
@@ -25,15 +25,9 @@ CPU = torch.device("cpu")
 
 
 def parse(*args):
-    argv = ["--agent", "ppo", "--num_actors", 0, "--unroll_length", T]
-    argv += ["--num_minibatches", 4, "--batch_size", B, "--envs_per_actor", B]
-    argv += ["--reward_clipping", "none"]
-    flags = parse_args(
-        monobeast.program_parser("ppo"), [str(a) for a in [*argv, *args]]
-    )
-    monobeast.set_defaults(flags)
-    flags.precision = "float32"
-    return flags
+    argv = ["--unroll_length", T, "--num_minibatches", 4, "--envs_per_actor", B]
+    argv += ["--reward_clipping", "none", "--precision", "float32"]
+    return test_agent.parse(*argv, *args, agent="ppo")
 
 
 def collect(*args, env=envs.Memory):
@@ -295,12 +289,10 @@ def test_presets_are_defaults_that_flags_override(tmp_path):
             "--savedir", tmp_path, "--xpid", "x"]  # fmt: skip
     small = ["--preset", "atari", "--net", "shallow", "--unroll_length", 5,
              "--num_actors", 0, "--total_steps", 80]  # fmt: skip
-    result = main(*args, *small, "--log_interval_steps", 40)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, *small, "--log_interval_steps", 40)
     assert float(read_logs(tmp_path / "x")[0]["learning_rate"]) == 2.5e-4
     # A test takes the checkpoint's flags, not the preset's.
-    result = main(*args[2:], "--mode", "test", "--num_test_episodes", 1)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args[2:], "--mode", "test", "--num_test_episodes", 1)
 
 
 NUMBERS, IMAGE = spaces.Box(-1, 1, (3,)), spaces.Box(0, 255, (40, 40, 3), "uint8")

@@ -7,10 +7,9 @@ from gymnasium import spaces
 from torch import nn
 
 import monobeast
-import polybeast
 import pqn
-from tests import envs
-from tests.programs import main, read_logs, refusal
+from tests import envs, test_agent
+from tests.programs import read_logs, refusal, succeeds
 from tests.test_agent import batches, make_actor
 from torchbeast import encoders, environment, minibatches
 from torchbeast.flags import parse_args
@@ -25,14 +24,8 @@ NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
 
 
 def parse(*args):
-    argv = ["--agent", "pqn", "--num_actors", 0, "--unroll_length", T]
-    argv += ["--batch_size", B, "--envs_per_actor", B, "--num_minibatches", 2]
-    flags = parse_args(
-        monobeast.program_parser("pqn"), [str(a) for a in [*argv, *args]]
-    )
-    monobeast.set_defaults(flags)
-    flags.precision = "float32"
-    return flags
+    argv = ["--unroll_length", T, "--envs_per_actor", B, "--num_minibatches", 2]
+    return test_agent.parse(*argv, "--precision", "float32", *args, agent="pqn")
 
 
 def collect(*args, env=envs.Memory):
@@ -319,23 +312,13 @@ def test_more_minibatches_than_a_batch_has_rollouts_are_refused(tmp_path):
     assert "--num_minibatches 33: a batch has 32 rollouts" in line
 
 
-@pytest.mark.parametrize("program", [monobeast, polybeast])
-def test_presets_have_flags_that_are_there(program):
-    flags = vars(parse_args(program.program_parser("pqn"), ["--preset", "atari"]))
-    other = {"num_actors", "envs_per_actor", "num_servers", "envs_per_server"}
-    assert pqn.PRESETS["atari"].keys() - flags.keys() < other
-    assert flags["unroll_length"] == 128
-
-
 @pytest.mark.parametrize("args", [[], ["--use_lstm", "--preset", "atari"]])
 def test_a_run_trains_resumes_and_is_tested(tmp_path, args):
     args = ["--agent", "pqn", "--env", OTHER, *args, "--num_actors", 0, "--xpid", "x",
             "--unroll_length", 10, "--savedir", tmp_path]  # fmt: skip
     for steps in (320, 640):
-        result = main(*args, "--total_steps", steps, "--log_interval_steps", 1)
-        assert result.returncode == 0, result.stderr
+        succeeds(*args, "--total_steps", steps, "--log_interval_steps", 1)
     rows = read_logs(tmp_path / "x")
     assert int(rows[-1]["step"]) == 640 and float(rows[-1]["total_loss"]) > 0
     assert {row["policy_lag"] for row in rows} == {"0.0"}
-    result = main("--savedir", tmp_path, "--mode", "test", "--num_test_episodes", 1)
-    assert result.returncode == 0, result.stderr
+    succeeds("--savedir", tmp_path, "--mode", "test", "--num_test_episodes", 1)

@@ -244,7 +244,7 @@ def test_each_of_several_policies_acts_in_graphs_of_its_own(gpus, monkeypatch):
 
 @pytest.mark.slow
 def test_warpbeast_captures_the_gpu_that_it_trains_on(gpus, tmp_path):
-    args = "--device", "cuda:1", "--num_epochs", "1"
+    args = "--learner_device", "cuda:1", "--num_epochs", "1"
     flags = flags_of(warpbeast, tmp_path, "polybeast", "warp/Catch", *args, updates=6)
     assert warpbeast.train(flags) == 0
     assert {stream.device.index for stream, _ in gpus.written.values()} == {1}

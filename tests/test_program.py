@@ -32,6 +32,7 @@ from tests.programs import (
     read_logs,
     refusal,
     run,
+    succeeds,
     wait_for_steps,
 )
 from torchbeast import actors, display, gradients
@@ -87,8 +88,7 @@ def test_run_writes_everything_it_promises(savedir):
     python, *words = shlex.split(line)
     assert python == "python" and words[:2] == ["-m", "monobeast"]
     assert words[-2:] == ["--mode", "test"] and "--seed" in words
-    test = main(*words[2:], "--num_test_episodes", 3)
-    assert test.returncode == 0, test.stderr
+    test = succeeds(*words[2:], "--num_test_episodes", 3)
     assert len(re.findall(r"^episode \d: ", test.stdout, re.M)) == 3
     assert "mean return" in test.stdout and "standard error" in test.stdout
     [found] = json.loads((path / "test.json").read_text())
@@ -98,8 +98,7 @@ def test_run_writes_everything_it_promises(savedir):
 def test_same_seed_in_serial_mode_writes_identical_losses(tmp_path):
     def rows(name, seed):
         flags = ("--seed", seed, "--use_lstm", "--log_interval_steps", 200)
-        result = main(*serial_run(tmp_path / name, *flags, steps=600))
-        assert result.returncode == 0, result.stderr
+        succeeds(*serial_run(tmp_path / name, *flags, steps=600))
         timed = {"seconds", "sps", "rss_mb", *itertools.chain(*STAGES.values())}
         return [
             {name: x for name, x in row.items() if name not in timed}
@@ -128,16 +127,14 @@ def test_an_actor_seeds_all_random_numbers_that_environments_may_use(monkeypatch
 
 @pytest.mark.parametrize("flags", [[], ["--use_lstm"]])
 def test_nested_observations_and_actions_train(savedir, flags):
-    result = main(*serial_run(savedir, *flags, env=FAULTY + "Nested-v0", steps=400))
-    assert result.returncode == 0, result.stderr
+    succeeds(*serial_run(savedir, *flags, env=FAULTY + "Nested-v0", steps=400))
 
 
 @both
 def test_metrics_of_episodes_are_logged(module, savedir):
     flags = ("--log_interval_steps", 200)
     env = FAULTY + "Metrics-v0"
-    result = main(*args(module, savedir, *flags, env=env, steps=800), module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args(module, savedir, *flags, env=env, steps=800), module=module)
     rows = [row for row in read_logs(savedir / "x") if row["episode/depth"]]
     assert {float(row["episode/depth"]) for row in rows} == {10.0}
     successes = [float(row["episode/success"]) for row in rows]
@@ -148,8 +145,7 @@ def test_every_step_is_learned_once(savedir, monkeypatch):
     """With a BatchNorm, which counts its calls, and batches of two slices each."""
     monkeypatch.setattr(gradients, "SLICE_BYTES", 1)  # A slice for each rollout.
     flags = ("--agent", "tests.batch_norm_agent", "--num_epochs", 1, *LOG)
-    result = main(*small_run(savedir, *flags, steps=2000))
-    assert result.returncode == 0, result.stderr
+    succeeds(*small_run(savedir, *flags, steps=2000))
     steps = [int(row["step"]) for row in read_logs(savedir / "x")]
     assert steps == list(range(40, 2001, 40))
     weights = load(savedir)["agent"]["model"]
@@ -160,12 +156,10 @@ def test_atari_trains_tests_and_records_a_video(savedir, tmp_path):
     import cv2
 
     env = "BreakoutNoFrameskip-v4"
-    result = main(*serial_run(savedir, env=env, steps=200))
-    assert result.returncode == 0, result.stderr
+    succeeds(*serial_run(savedir, env=env, steps=200))
     video = tmp_path / "game.mp4"
     flags = ("--num_test_episodes", 2, "--sample_actions", "--video", video)
-    result = main("--env", env, "--savedir", savedir, "--mode", "test", *flags)
-    assert result.returncode == 0, result.stderr
+    succeeds("--env", env, "--savedir", savedir, "--mode", "test", *flags)
     [found] = json.loads((savedir / "x" / "test.json").read_text())
     lengths = found["steps"]
     frames = cv2.VideoCapture(str(video))
@@ -268,8 +262,7 @@ def test_killed_actor_is_replaced_and_training_goes_on(savedir):
             assert "SIGKILL" in program.wait_for("died")
             program.wait_for("is restarted")
         wait_for_steps(savedir, 200)
-        program.signal(signal.SIGINT)
-        assert program.end() == 128 + signal.SIGINT
+        program.stop()
     steps = [int(row["step"]) for row in read_logs(savedir / "x")]
     assert steps == list(range(40, steps[-1] + 1, 40))
 
@@ -284,8 +277,7 @@ def test_killed_actor_whose_environment_has_forked_is_replaced(savedir):
         os.kill(program.workers()[0], signal.SIGKILL)
         assert "SIGKILL" in program.wait_for("died")
         program.wait_for("is restarted")
-        program.signal(signal.SIGINT)
-        assert program.end() == 128 + signal.SIGINT
+        program.stop()
 
 
 @pytest.mark.slow
@@ -298,8 +290,7 @@ def test_a_signal_while_an_environment_is_made_ends_what_it_has_started(
     with Program(*flags, module=module) as program:
         while not any("sleep 1000.25" in cmdline(p) for p in marked(program.mark)):
             time.sleep(0.01)
-        program.signal(signal.SIGTERM)
-        assert program.end() == 128 + signal.SIGTERM  # Asserts that nothing is left.
+        program.stop(signal.SIGTERM)
     assert "Traceback" not in program.output
 
 
@@ -317,7 +308,7 @@ def test_an_actor_ends_when_its_learner_is_gone_whatever_was_ordered(monkeypatch
     received, ended, closes = (threading.Event() for _ in range(3))
     monkeypatch.setattr(actors.calls, "end", closes.set)
     monkeypatch.setattr(actors.calls, "RETURN_S", 0)
-    monkeypatch.setattr(actors, "end_group", ended.set)
+    monkeypatch.setattr(actors.calls, "end_group", ended.set)
     orders = actors.Orders(Connection())
     assert received.wait(60) and closes.wait(60) and ended.wait(60)
     with pytest.raises(actors.NoMoreOrders):
@@ -353,8 +344,7 @@ class Agent(polybeast.Agent):
 def test_an_actor_that_dies_now_and_then_does_not_end_the_run(savedir):
     flags = ("--max_actor_restarts", 1)
     env = FAULTY + "LosesItsServer-v0"
-    result = main(*small_run(savedir, *flags, env=env, steps=3000))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*small_run(savedir, *flags, env=env, steps=3000))
     # Each time after 300 steps of two environments.
     assert result.stderr.count("actor 0 is restarted (1 of 1)") >= 3
     assert "ConnectionResetError: the game server hung up" in result.stderr
@@ -394,8 +384,7 @@ def test_exception_of_an_environment_in_serial_mode_is_its_own(
 @pytest.mark.survives("environment-hangs")
 def test_actor_stuck_in_its_environment_is_restarted_after_the_time_out(savedir):
     flags = ("--env_timeout_seconds", 1)
-    result = main(*small_run(savedir, *flags, env=FAULTY + "Stuck-v0", steps=800))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*small_run(savedir, *flags, env=FAULTY + "Stuck-v0", steps=800))
     assert "Stuck-v0 did not answer for 1 s (--env_timeout_seconds)" in result.stderr
     assert re.search(r"actor \d is restarted", result.stderr)
 

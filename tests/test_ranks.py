@@ -23,6 +23,7 @@ from tests.programs import (
     private_mounts,
     read_logs,
     run,
+    succeeds,
     wait_for_steps,
 )
 from tests.supervisor import stat
@@ -88,8 +89,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(savedir):
     assert "rank 1: " in (path / "out.rank1.log").read_text()
     assert not any("rank 1" in line for line in lines(result))
 
-    result = main(*serial(savedir, steps=1200))
-    assert result.returncode == 0, result.stderr
+    succeeds(*serial(savedir, steps=1200))
     result = run(*serial(savedir, "--batch_size", 3, steps=1500), ranks=3)
     assert result.returncode == 0, result.stderr
     assert "resuming" in result.stderr
@@ -410,17 +410,9 @@ def test_three_ranks_learn(savedir):
 
 @long
 def test_ppo_normalizes_alike_on_all_ranks(savedir):
-    flags = [
-        "--agent",
-        "ppo",
-        "--envs_per_actor",
-        1,
-        "--num_minibatches",
-        2,
-        "--env",
-        "CartPole-v1",
-    ]
+    flags = ["--agent", "ppo", "--envs_per_actor", 1, "--num_minibatches", 2]
     flags += ["--normalize_observations", "--normalize_rewards"]
+    flags += ["--env", "CartPole-v1"]
     result = run(*serial(savedir, *flags, steps=400), ranks=2)
     assert result.returncode == 0, result.stderr  # The ranks' hashes were the same.
     saved = load(savedir)

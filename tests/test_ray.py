@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.programs import ROOT, cmdline, step, wait_for_steps
-from tests.test_dialing import CARTPOLE, end, here, listen
+from tests.test_dialing import CARTPOLE, here, listen
 
 FLEET = ROOT / "examples/ray/fleet.py"
 
@@ -114,4 +114,4 @@ def test_hosts_on_ray_outlive_processes_and_nodes_and_the_learner_outlives_ray(
             assert "CartPole-v1" in output.read_text()
             assert "Traceback" not in output.read_text()
         assert step(savedir) > reached
-        end(learner)
+        learner.stop()

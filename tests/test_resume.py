@@ -9,7 +9,7 @@ import torch
 
 import monobeast
 import polybeast
-from tests.programs import SERIAL, load, main, read_logs, refusal
+from tests.programs import SERIAL, load, main, read_logs, refusal, succeeds
 from tests.test_program import LOG, STATISTICS, serial_run, small_run
 from torchbeast import ranks
 from torchbeast import run as run_module
@@ -23,8 +23,7 @@ def test_same_command_resumes_where_it_was(trained):
         return load(trained)["agent"]["optimizer"]["state"][0]["step"]
 
     before = steps_of_the_optimizer()
-    result = main(*serial_run(trained, *LOG, steps=600))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*serial_run(trained, *LOG, steps=600))
     assert "resuming" in result.stderr and "at step 400" in result.stderr
     rows = read_logs(trained / "x")
     assert [int(r["step"]) for r in rows] == [400, 440, 480, 520, 560, 600]
@@ -49,8 +48,7 @@ def test_a_run_that_was_saved_before_its_first_step_goes_on_and_not_anew(trained
 def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
     path = trained / "x" / "logs.csv"
     path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")
-    result = main(*serial_run(trained, *LOG, steps=480))
-    assert result.returncode == 0, result.stderr
+    succeeds(*serial_run(trained, *LOG, steps=480))
     first, *others = read_logs(trained / "x")
     assert {name: x for name, x in first.items() if x} == {
         "step": "400", "total_loss": "1.5", "of_another_version": "7",
@@ -84,8 +82,7 @@ def test_disable_checkpoint_writes_none_and_leaves_a_run_that_has_one_alone(trai
     line = refusal(*serial_run(trained, *flags, steps=80))
     assert "--xpid x has one, " in line and "use another --xpid" in line
     assert read_logs(trained / "x") == logs
-    result = main(*serial_run(trained, *flags, "--xpid", "other", steps=80))
-    assert result.returncode == 0, result.stderr
+    succeeds(*serial_run(trained, *flags, "--xpid", "other", steps=80))
     assert [int(row["step"]) for row in read_logs(trained / "other")] == [40, 80]
     assert not (trained / "other" / "model.tar").exists()
 
@@ -113,8 +110,7 @@ def test_a_checkpoint_is_written_at_intervals_and_always_a_whole_one(savedir):
 def test_logs_of_an_attempt_without_checkpoint_are_kept_aside(savedir, flags):
     flags = (*flags, *LOG, *SERIAL)
     for _ in range(2):
-        result = main(*small_run(savedir, *flags, steps=200))
-        assert result.returncode == 0, result.stderr
+        result = succeeds(*small_run(savedir, *flags, steps=200))
         (savedir / "x" / "model.tar").unlink(missing_ok=True)
     assert "this run was begun before, and goes on from no checkpoint" in result.stderr
     for path in (savedir / "x", savedir / "x" / "attempt-1"):
@@ -134,8 +130,7 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(savedir, monkeypatch):
 
     monkeypatch.setattr(run_module.Run, "update", update_with_returns)
     flags = ("--checkpoint_interval_seconds", 1e-9, "--keep_checkpoints", 3)
-    result = main(*serial_run(savedir, *flags, steps=400))
-    assert result.returncode == 0, result.stderr
+    succeeds(*serial_run(savedir, *flags, steps=400))
     path = savedir / "x"
     assert load(savedir)["step"] == 400
     kept = sorted(p.name for p in path.glob("model-*.tar"))
@@ -160,15 +155,13 @@ def test_a_test_takes_environment_and_agent_from_the_checkpoint(savedir):
     env = "tests.envs:torchbeast/CatchPixels-v0"
     flags = ("--net", "deep", "--use_lstm")
     assert main(*serial_run(savedir, *flags, env=env, steps=40)).returncode == 0
-    result = main("--savedir", savedir, "--mode", "test", "--num_test_episodes", 1)
-    assert result.returncode == 0, result.stderr
+    result = succeeds("--savedir", savedir, "--mode", "test", "--num_test_episodes", 1)
     assert "episode 1: return" in result.stdout
 
 
 def test_a_resumed_run_names_the_flags_that_differ_and_takes_them(trained):
     flags = ("--momentum", 0.9, "--epsilon", 1e-3)
-    result = main(*serial_run(trained, *flags, steps=480))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*serial_run(trained, *flags, steps=480))
     [line] = [x for x in result.stderr.splitlines() if "differ from" in x]
     assert "--epsilon 0.001 (before: --epsilon 1e-05)" in line
     assert "--momentum 0.9 (before: --momentum 0.0)" in line
@@ -199,11 +192,9 @@ def test_a_run_that_cannot_start_does_not_become_the_latest(trained):
 
 
 def test_names_that_begin_with_a_dash_are_in_the_printed_commands(savedir):
-    result = main(*small_run(savedir, *SERIAL, "--xpid=-foo", steps=40))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*small_run(savedir, *SERIAL, "--xpid=-foo", steps=40))
     words = shlex.split(result.stderr.splitlines()[-1].partition("test it: ")[2])
-    result = main(*words[3:], "--num_test_episodes", 1)
-    assert result.returncode == 0, result.stderr
+    succeeds(*words[3:], "--num_test_episodes", 1)
 
 
 def test_an_optimizer_of_several_groups_resumes(savedir, monkeypatch):
@@ -214,8 +205,7 @@ def test_an_optimizer_of_several_groups_resumes(savedir, monkeypatch):
 
     monkeypatch.setattr(polybeast.Agent, "make_optimizer", make_optimizer)
     for steps in (80, 160):
-        result = main(*serial_run(savedir, steps=steps))
-        assert result.returncode == 0, result.stderr
+        succeeds(*serial_run(savedir, steps=steps))
     groups = load(savedir)["agent"]["optimizer"]["param_groups"]
     assert [group["alpha"] for group in groups] == [0.9, 0.99]
 

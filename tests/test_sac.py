@@ -10,9 +10,9 @@ from gymnasium import spaces
 import monobeast
 import sac
 import td3
-from tests import envs
-from tests.programs import main, read_logs
-from tests.test_agent import batches, make_actor
+from tests import envs, test_agent
+from tests.programs import read_logs, succeeds
+from tests.test_agent import B, T, batches, make_actor
 from torchbeast import environment
 from torchbeast.actors import SharedWeights
 from torchbeast.batch_renorm import BatchRenorm
@@ -21,7 +21,6 @@ from torchbeast.learner import PublishedWeights
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
-T, B = 5, 4
 CPU = torch.device("cpu")
 
 
@@ -47,21 +46,9 @@ class Swing(envs.Target):
 
 def make_agent(*args, env=Swing, seed=1, module=sac):
     """(agent, an iterator of batches [T + 1, B, ...] that it has acted)."""
-    argv = [
-        "--agent",
-        module.__name__,
-        "--num_actors",
-        0,
-        "--unroll_length",
-        T,
-        "--batch_size",
-    ]
-    argv += [B, "--envs_per_actor", B, "--replay_start", 0, "--replay_size", 1000]
-    argv += ["--replay_batch_size", 6, "--replay_ratio", 6]
-    argv = [str(a) for a in [*argv, *args]]
-    flags = parse_args(monobeast.program_parser(module.__name__), argv)
-    monobeast.set_defaults(flags)
-    flags.precision = "float32"
+    argv = ["--envs_per_actor", B, "--replay_start", 0, "--replay_size", 1000]
+    argv += ["--replay_batch_size", 6, "--replay_ratio", 6, "--precision", "float32"]
+    flags = test_agent.parse(*argv, *args, agent=module.__name__)
     env = environment.Environment([env() for _ in range(B)])
     torch.manual_seed(seed)
     agent = module.Agent(flags, env.observation_space, env.action_space)
@@ -251,21 +238,23 @@ def test_a_step_is_learned_from_as_often_as_the_ratio_says():
     assert {"critic_loss", "actor_loss", "alpha", "entropy"} < set(statistics)
 
 
-def test_a_checkpoint_has_all_that_learns():
-    agent, acted = make_agent()
+@pytest.mark.parametrize(("module", "last"), [(sac, "critics"), (td3, "target_net")])
+def test_a_checkpoint_has_all_that_learns(module, last):
+    agent, acted = make_agent(module=module)
     agent.learn(next(acted))
     saved = copy.deepcopy(agent.state_dict())
-    other, _ = make_agent(seed=2)
+    other, _ = make_agent(seed=2, module=module)
     other.load_state_dict(saved)
-    assert other.log_alpha == agent.log_alpha != 0
     assert other.gradient_steps == agent.gradient_steps > 0
-    for name in ("net", "critics", "target_critics"):
-        for x, y in zip(
-            getattr(agent, name).parameters(), getattr(other, name).parameters()
-        ):
-            assert torch.equal(x, y)
-    del saved["critics"]
-    with pytest.raises(KeyError, match="critics"):
+    if module == sac:
+        assert other.log_alpha == agent.log_alpha != 0
+    modules = {"net": agent.net, **agent.learned}
+    assert {"net", "critics", "target_critics", last} == {*modules}
+    for name in modules:
+        now, then = (getattr(x, name).parameters() for x in (other, agent))
+        assert all(map(torch.equal, now, then))
+    del saved[last]
+    with pytest.raises(KeyError, match=last):
         other.load_state_dict(saved)
 
 
@@ -288,10 +277,9 @@ def test_other_actions_are_refused_by_name(space, match, module):
 @pytest.mark.parametrize("agent", ["sac", "td3"])
 def test_a_run_goes_on_with_its_weights_and_an_empty_replay(tmp_path, agent):
     def train(steps):
-        result = main("--agent", agent, "--env", "Pendulum-v1", "--num_actors", 0,
-                      "--replay_start", 100, "--total_steps", steps, "--xpid", "x",
-                      "--replay_ratio", 8, "--savedir", tmp_path)  # fmt: skip
-        assert result.returncode == 0, result.stderr
+        result = succeeds("--agent", agent, "--env", "Pendulum-v1", "--num_actors", 0,
+                          "--replay_start", 100, "--total_steps", steps, "--xpid", "x",
+                          "--replay_ratio", 8, "--savedir", tmp_path)  # fmt: skip
         return result.stderr
 
     train(1000)
@@ -446,14 +434,6 @@ def test_crossqs_constants():
     flags = parse_args(monobeast.program_parser("sac"), ["--preset", "crossq"])
     assert (flags.replay_start, flags.replay_batch_size) == (5000, 256)
     assert flags.replay_ratio == 256  # A gradient step for each step.
-
-
-@pytest.mark.parametrize("module", [sac, td3])
-def test_presets_have_flags_that_are_there(module):
-    flags = vars(parse_args(monobeast.program_parser(module.__name__), []))
-    others = {"num_servers", "envs_per_server"}  # PolyBeast's.
-    for preset in module.PRESETS.values():
-        assert preset.keys() <= {*flags, *others}
 
 
 def test_crossqs_ranks_agree_on_all_running_statistics(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import envs, parallel_envs, turn_envs
-from tests.programs import args, load, main, poly_first, read_logs, refusal
+from tests.programs import args, load, poly_first, read_logs, refusal, succeeds
 from tests.test_agent import T, make_actor, parse
 from torchbeast import environment, export, policies, seats
 from torchbeast.messages import BadInput
@@ -209,20 +209,10 @@ def test_past_policies_have_no_flags_of_their_own(savedir):
 
 @poly_first
 def test_a_pool_is_learned_against_and_resumed(module, savedir):
-    run = args(
-        module,
-        savedir,
-        "--opponents",
-        2,
-        "--opponent_interval",
-        200,
-        "--log_interval_steps",
-        100,
-        env="tests.turn_envs:Answer",
-        steps=600,
-    )
-    result = main(*run, module=module)  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    run = args(module, savedir, "--opponents", 2, "--opponent_interval", 200,
+               "--log_interval_steps", 100, env="tests.turn_envs:Answer",
+               steps=600)  # fmt: skip
+    succeeds(*run, module=module)
     saved = load(savedir)["agent"]
     assert saved.keys() == {"learner", "past1", "past2"}
     assert not same(saved["past1"]["model"], saved["past2"]["model"])
@@ -232,8 +222,7 @@ def test_a_pool_is_learned_against_and_resumed(module, savedir):
     out = savedir / "agent.pt2"
     assert export.main(["--savedir", str(savedir), "--out", str(out)]) == 0
     assert out.stat().st_size > 0  # The learner alone.
-    result = main(*run, "--total_steps", 680, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*run, "--total_steps", 680, module=module)
     assert "resuming" in result.stderr
     then = load(savedir)["agent"]
     for name in ("past1", "past2"):
@@ -255,5 +244,4 @@ def test_each_agent_plays_against_its_past(savedir, agent):
                  "--agent", agent, "--batch_size", 4, "--use_lstm",
                  *others.get(agent, ["--num_minibatches", 1]),
                  env="tests.turn_envs:Two", steps=1200)  # fmt: skip
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags)

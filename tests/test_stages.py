@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tests.programs import args, main, read_logs
+from tests.programs import args, read_logs, succeeds
 from torchbeast import stages
 from torchbeast.encoders import make_encoder
 
@@ -110,8 +110,7 @@ def test_the_longest_stage_is_named():
 @pytest.mark.parametrize("flags", [("--num_actors", 1), ("--num_actors", 0)])
 def test_monobeast_says_where_its_time_went(flags, savedir):
     words = args("monobeast", savedir, *flags, "--log_interval_steps", 200, steps=2000)
-    result = main(*words)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*words)
     names = "environment_wait", "inference", "rollout_queue"
     for row in read_logs(savedir / "x"):
         shares = [float(row[name]) for name in names]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import envs
-from tests.programs import args, main
+from tests.programs import args, succeeds
 from torchbeast.messages import log
 from torchbeast.symptoms import (
     GROWTH,
@@ -131,14 +131,12 @@ def test_a_run_says_both(savedir, monkeypatch):
     env = "tests.envs:torchbeast/Bandit-v0"
     serial = "--num_actors", 0
     flags = *serial, "--reward_clipping", "abs_one"
-    result = main(*args("monobeast", savedir, *flags, env=env, steps=2000))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*args("monobeast", savedir, *flags, env=env, steps=2000))
     assert result.stderr.count("% of the rewards that are not 0 are clipped") == 1
     assert "and was" not in result.stderr
     Explodes.steps = 0
     flags = *serial, "--reward_clipping", "none"
     words = args("monobeast", savedir / "2", *flags, env=env, steps=4000)
-    result = main(*words)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*words)
     assert "rewards that are not 0" not in result.stderr
     assert len(re.findall("loss is .* and was", result.stderr)) == 1

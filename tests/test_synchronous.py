@@ -13,6 +13,7 @@ from tests.programs import (
     read_logs,
     refusal,
     rollouts,
+    succeeds,
     wait_for_steps,
 )
 from tests.test_polybeast_env import free_port
@@ -41,16 +42,14 @@ def lags(savedir):
 )  # Environments of each: four of their rollouts are in a batch, or one.
 def test_the_policy_that_learns_has_acted(tmp_path, module, args):
     args = [*SMALL, *TWO[module], *args, "--savedir", tmp_path]
-    result = main(*args, "--total_steps", 1200, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, "--total_steps", 1200, module=module)
     rows = read_logs(tmp_path / "x")
     assert len(rows) == 30 and lags(tmp_path) == {0}
 
 
 def test_with_async_rollouts_are_older(tmp_path):
     args = [*SMALL, *TWO["monobeast"], 4, *PPO, "--async", "--savedir", tmp_path]
-    result = main(*args, "--total_steps", 1200)
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, "--total_steps", 1200)
     assert max(lags(tmp_path)) > 0
 
 
@@ -64,8 +63,7 @@ def test_a_killed_actor_holds_no_batch_up(tmp_path):
             os.kill(program.workers()[0], signal.SIGKILL)
             program.wait_for("is restarted")
         wait_for_steps(tmp_path, 400)
-        program.signal(signal.SIGINT)
-        assert program.end() == 130
+        program.stop()
     assert lags(tmp_path) == {0}
 
 
@@ -74,15 +72,9 @@ def test_a_killed_actor_holds_no_batch_up(tmp_path):
 def test_a_server_killed_in_mid_rollout_holds_no_batch_up(tmp_path):
     """Its rollouts are the other one's to make, and it is taken up again."""
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    args = [
-        *SMALL[2:],
-        *PPO,
-        "--unroll_length",
-        40,
-        "--server_addresses",
-        f"{one},{two}",
-    ]
-    args += ["--savedir", tmp_path, "--env", CALM, "--total_steps", 10**8]
+    args = [*SMALL[2:], *PPO, "--unroll_length", 40, "--savedir", tmp_path]
+    args += ["--server_addresses", f"{one},{two}", "--env", CALM]
+    args += ["--total_steps", 10**8]
     with serve(one, env=CALM), Program(*args, module="polybeast") as learner:
         for _ in range(2):  # It is back the second time.
             with serve(two, env=CALM) as server:
@@ -90,8 +82,7 @@ def test_a_server_killed_in_mid_rollout_holds_no_batch_up(tmp_path):
                 server.signal_all(signal.SIGKILL)
                 learner.wait_for(f"{two}: no stream")
                 wait_for_steps(tmp_path, 640)
-        learner.signal(signal.SIGINT)
-        assert learner.end() == 130
+        learner.stop()
         assert rollouts(learner.output)["lost with their stream"] > 0
     assert lags(tmp_path) == {0}
 
@@ -126,8 +117,7 @@ def test_what_cannot_be_waited_for_is_refused(tmp_path, args, words):
 
 def test_actors_that_no_batch_has_rollouts_for_are_not_started(tmp_path):
     flags = [*SMALL, *PPO, "--num_actors", 3, "--envs_per_actor", 4]
-    result = main(*flags, "--total_steps", 40, "--savedir", tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags, "--total_steps", 40, "--savedir", tmp_path)
     assert "2 actors fill a batch" in result.stderr
     assert "2 actors of 4 environments" in result.stderr
 

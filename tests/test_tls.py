@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import pathlib
 import re
-import signal
 import socket
 
 import grpc
@@ -167,8 +166,7 @@ def test_a_file_that_changes_brings_no_other_host_in(tmp_path):
         refusal = f"{path}: {address} is not of this host only: {OTHER_HOSTS}"
         learner.wait_for(refusal, timeout_s=60)
         wait_for_steps(tmp_path, 2000)
-        learner.signal(signal.SIGINT)
-        assert learner.end() == 130
+        learner.stop()
         other.settimeout(0)
         with pytest.raises(BlockingIOError):  # Nobody has connected.
             other.accept()
@@ -180,8 +178,7 @@ def test_insecure_serves_other_hosts_and_warns_in_one_line(tmp_path):
     with serve(address, "--insecure") as server:
         result = learned(tmp_path, address, "--insecure", "--total_steps", 400)
         assert result.returncode == 0, result.stderr
-        server.signal(signal.SIGINT)
-        assert server.end() == 130
+        server.stop()
     for output in (server.output, result.stderr):
         assert output.count(tls.INSECURE) == 1
 
@@ -232,8 +229,7 @@ def test_learners_train_over_tls_and_nobody_else_is_let_in(certs, tmp_path):
             ok = health(address, credentials(ours / "learner"))
             assert ok == health_pb2.HealthCheckResponse.SERVING
             wait_for_steps(tmp_path, 1000)
-            learner.signal(signal.SIGINT)
-            assert learner.end() == 130
+            learner.stop()
         server.wait_for("disconnected after")
     assert "no stream" not in learner.output
 
@@ -280,8 +276,7 @@ def test_the_learner_says_why_it_does_not_connect_and_trains_with_the_others(
             bad = re.search(r"(\S+): no stream", line)[1]
             assert missing.pop(bad) in line, line
         wait_for_steps(tmp_path, 1000)
-        learner.signal(signal.SIGINT)
-        assert learner.end() == 130
+        learner.stop()
     for fake, _ in fakes:
         fake.close()
     lines = learner.output.splitlines()

@@ -14,7 +14,7 @@ import pytest
 
 import monobeast
 from tests import programs
-from tests.programs import ROOT, SERIAL, args, main, read_logs, refusal
+from tests.programs import ROOT, SERIAL, args, main, read_logs, refusal, succeeds
 from torchbeast import tracking
 from torchbeast.messages import BadInput, log
 from torchbeast.run import Run
@@ -170,12 +170,10 @@ def test_the_tracker_in_the_document_has_a_run_its_resumption_and_its_video(
     (modules / "runs_db.py").write_text(documented())
     track = "--track", "runs_db"
     for steps in (400, 800):
-        result = main(*flags(savedir, *track, steps=steps))
-        assert result.returncode == 0, result.stderr
+        succeeds(*flags(savedir, *track, steps=steps))
         assert (savedir / "x/track-runs_db.log").read_text() == ""
     video = "--num_test_episodes", 1, "--video", savedir / "a.mp4"
-    result = main(*flags(savedir, *track, "--mode", "test", *video))
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags(savedir, *track, "--mode", "test", *video))
     db = sqlite3.connect(savedir / "runs.db")
     [(number, name, config)] = db.execute("select * from runs").fetchall()
     meta = json.loads((savedir / "x/meta.json").read_text())
@@ -261,8 +259,7 @@ def test_wandb_has_config_columns_resumption_and_video(savedir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     track = "--track", "wandb"
     for steps in (400, 800):
-        result = main(*flags(savedir, *track, steps=steps))
-        assert result.returncode == 0, result.stderr
+        succeeds(*flags(savedir, *track, steps=steps))
     video = "--num_test_episodes", 1, "--video", savedir / "a.mp4"
     assert main(*flags(savedir, *track, "--mode", "test", *video)).returncode == 0
     meta = json.loads((savedir / "x/meta.json").read_text())
@@ -296,16 +293,14 @@ def test_a_run_ends_normally_when_wandb_cannot_be_reached(savedir, monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(savedir))  # There is no .netrc.
-    result = main(*flags(savedir, "--track", "wandb"))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags(savedir, "--track", "wandb"))
     [line] = [x for x in result.stderr.splitlines() if "--track wandb ends" in x]
     assert "UsageError: No API key configured" in line
     # Nobody answers there, and W&B tries again and again.
     monkeypatch.setattr(tracking, "FINISH_S", 5)
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    result = main(*flags(savedir, "--track", "wandb", steps=800))
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags(savedir, "--track", "wandb", steps=800))
     [line] = [
         x for x in result.stderr.splitlines() if "--track wandb " in x and "; " in x
     ]
@@ -318,8 +313,7 @@ def test_mlflow_has_config_columns_resumption_and_video(savedir, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     track = "--track", "mlflow"
     for steps in (400, 800):
-        result = main(*flags(savedir, *track, steps=steps))
-        assert result.returncode == 0, result.stderr
+        succeeds(*flags(savedir, *track, steps=steps))
     video = "--num_test_episodes", 1, "--video", savedir / "a.mp4"
     assert main(*flags(savedir, *track, "--mode", "test", *video)).returncode == 0
     client = mlflow.MlflowClient(f"{savedir.as_uri()}/mlruns")

@@ -14,7 +14,7 @@ import torch
 import polybeast
 from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher
 from tests import turn_envs
-from tests.programs import args, main, mono_first, poly_first, read_logs
+from tests.programs import args, mono_first, poly_first, read_logs, succeeds
 from tests.test_agent import make_actor, parse
 from tests.test_polybeast_env import free_port, servers
 from torchbeast import actors, environment, learner, machine, play, rollouts
@@ -461,13 +461,11 @@ def small(module, savedir, *others, env, steps=800):
 @poly_first
 def test_agents_by_turns_are_learned_from_and_tested(module, savedir):
     flags = small(module, savedir, "--env_args", "masks='observation'", env="env")
-    result = main(*flags, "--log_interval_steps", 40, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags, "--log_interval_steps", 40, module=module)
     assert read_logs(savedir / "x")[-1]["step"] == "800"
     video = savedir / "x.mp4"
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 3
-    result = main(*test, "--video", video, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*test, "--video", video, module=module)
     assert result.stdout.count("return ") == 4 and "mean age" in result.stdout
     assert video.stat().st_size > 0
 
@@ -485,8 +483,7 @@ def test_agents_by_turns_are_learned_from_and_tested(module, savedir):
 )
 def test_each_way_to_learn_goes_with_turns(module, savedir, flags):
     flags = small(module, savedir, *flags, "--eval_interval_steps", 400, env="Two")
-    result = main(*flags, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags, module=module)
 
 
 @pytest.mark.survives("environment-hangs")
@@ -494,8 +491,7 @@ def test_each_way_to_learn_goes_with_turns(module, savedir, flags):
 @poly_first
 def test_one_that_hangs_in_last_is_named_and_begins_anew(module, savedir, capfd):
     flags = small(module, savedir, "--env_timeout_seconds", 1, env="HangsInLast")
-    result = main(*flags, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags, module=module)
     text = result.stderr + capfd.readouterr().err  # Also what the server says.
     assert re.search(turn_envs.HangsInLast.__doc__, text), text
 
@@ -521,8 +517,7 @@ def test_no_forbidden_move_is_made_in_pettingzoos_games(module, game, agent, sav
     }.get(agent, [])
     flags = args(module, savedir, "--agent", agent, *others, "--use_lstm",
                  "--batch_size", 4, env=CLASSIC + game, steps=2000)  # fmt: skip
-    result = main(*flags, module=module)
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*flags, module=module)
     assert "died" not in result.stderr and "no stream" not in result.stderr
     logs = read_logs(savedir / "x")
     assert sum(float(row["episodes"]) for row in logs) > 0
@@ -532,7 +527,6 @@ def test_no_forbidden_move_is_made_in_pettingzoos_games(module, game, agent, sav
 @poly_first
 def test_what_is_paid_while_others_act_is_learned_from(module, savedir):
     flags = small(module, savedir, "--entropy_cost", 0.001, env="Answer", steps=20_000)
-    result = main(*flags, "--learning_rate", 0.003, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags, "--learning_rate", 0.003, module=module)
     # Each agent has five turns, of which the last one of one of them is not paid.
     assert float(read_logs(savedir / "x")[-1]["episode_return"]) > 4

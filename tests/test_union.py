@@ -5,11 +5,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from tests import parallel_envs, turn_envs
-from tests.programs import args, load, main, poly_first, read_logs, refusal
-from tests.test_agent import batches, make_actor, parse
+from tests import parallel_envs, test_policies, turn_envs
+from tests.programs import args, load, main, poly_first, read_logs, refusal, succeeds
+from tests.test_agent import batches, make_actor
 from tests.test_policies import alone, check_equal, rows_of
-from torchbeast import environment, policies, rollouts
+from torchbeast import environment, rollouts
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 
@@ -19,12 +19,9 @@ ENVS = {"tests.parallel_envs:Mixed": "reward=red_*,train=blue",
         "tests.turn_envs:Unlike": "state=ann,outputs=bob"}  # fmt: skip
 
 
-def make(*flags, cls=parallel_envs.Mixed, text=MIXED, E=2):
+def make(*flags, cls=parallel_envs.Mixed, text=MIXED):
     """(flags, environment, agent)"""
-    flags = parse("--policies", text, "--envs_per_actor", E, *flags)
-    env = environment.Environment([cls() for _ in range(E)], policies=flags.policies)
-    torch.manual_seed(0)
-    agent = policies.make_agent(flags, env)
+    flags, env, agent = test_policies.make(*flags, cls=cls, text=text)
     agent.net.eval()
     return flags, env, agent
 
@@ -207,8 +204,7 @@ def test_policies_of_unequal_spaces_learn_resume_and_are_tested(module, savedir,
     run = args(module, savedir, "--policies", ENVS[env], "--eval_interval_steps", 200,
                "--num_test_episodes", 2, "--log_interval_steps", 40, env=env,
                steps=600)  # fmt: skip
-    result = main(*run, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*run, module=module)
     names = [pair.partition("=")[0] for pair in ENVS[env].split(",")]
     rows = read_logs(savedir / "x")
     for name in names:
@@ -218,8 +214,7 @@ def test_policies_of_unequal_spaces_learn_resume_and_are_tested(module, savedir,
     result = main(*run, "--total_steps", 700, module=module)
     assert result.returncode == 0 and "resuming" in result.stderr, result.stderr
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 2
-    result = main(*test, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*test, module=module)
 
 
 @pytest.mark.slow
@@ -233,8 +228,7 @@ def test_each_agent_has_policies_of_unequal_spaces(savedir, agent):
                  "--batch_size", 4, *others.get(agent, ["--num_minibatches", 1]),
                  "--use_lstm", "--eval_interval_steps", 400,
                  env="tests.turn_envs:Unlike", steps=1200)  # fmt: skip
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags)
 
 
 def test_unequal_spaces_without_policies_are_one_line(savedir):

@@ -9,7 +9,7 @@ import pytest
 
 from examples import connect_four
 from tests import turn_envs
-from tests.programs import args, both, main, read_logs, refusal
+from tests.programs import args, both, read_logs, refusal, succeeds
 from torchbeast import environment, play, ratings, versus
 from torchbeast.messages import BadInput
 
@@ -190,28 +190,23 @@ def test_ratings_are_logged_and_opponents_are_played(module, savedir):
     run = args(module, savedir, "--opponents", 2, "--opponent_interval", 400,
                "--eval_interval_steps", 400, "--num_test_episodes", 4,
                "--log_interval_steps", 40, env=ENV, steps=20_000)  # fmt: skip
-    result = main(*run, module=module)
-    assert result.returncode == 0, result.stderr
+    succeeds(*run, module=module)
     rows = read_logs(savedir / "x")
     rated = [row for row in rows if row.get("eval_rating")]
     assert rated and all(-1 <= float(row["eval_return"]) <= 1 for row in rated)
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 20
     own = savedir / "x" / "model.tar"
     for opponent in ("random", own, "tests.test_versus:highest"):
-        result = main(*test, "--opponent", opponent, module=module)
-        assert result.returncode == 0, result.stderr
+        result = succeeds(*test, "--opponent", opponent, module=module)
         assert "mean return_as_ann" in result.stdout
-    result = main(*test, module=module)  # Against itself.
-    assert result.returncode == 0, result.stderr
+    succeeds(*test, module=module)  # Against itself.
 
 
 @pytest.mark.slow
 def test_a_run_without_opponents_plays_against_one_too(savedir):
-    result = main(*args("monobeast", savedir, env=ENV, steps=400))
-    assert result.returncode == 0, result.stderr
+    succeeds(*args("monobeast", savedir, env=ENV, steps=400))
     test = "--savedir", savedir, "--mode", "test", "--opponent"
-    result = main(*test, "random")
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*test, "random")
     assert "mean return_as_bob" in result.stdout
     assert "no checkpoint at" in refusal(*test, savedir / "nothing.tar")
 
@@ -222,11 +217,9 @@ def test_the_example_plays_connect_four_against_itself(savedir):
     flags = args("monobeast", savedir, "--opponents", 1, "--agent",
                  "examples.connect_four", "--batch_size", 4, "--num_minibatches", 1,
                  env="pettingzoo.classic.connect_four_v3", steps=400)  # fmt: skip
-    result = main(*flags)
-    assert result.returncode == 0, result.stderr
+    succeeds(*flags)
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 4
-    result = main(*test, "--opponent", "examples.connect_four:lookahead")
-    assert result.returncode == 0, result.stderr
+    succeeds(*test, "--opponent", "examples.connect_four:lookahead")
 
 
 def test_an_opponent_is_for_tests_of_games_of_two(savedir):

@@ -15,7 +15,7 @@ from gymnasium import spaces
 import polybeast_env
 import warpbeast
 from tests import test_warp
-from tests.programs import ROOT, load, main, read_logs, refusal, run
+from tests.programs import ROOT, load, main, read_logs, refusal, run, succeeds
 from torchbeast import machine, policies, rollouts, seeds
 from torchbeast.flags import parse_args
 from torchbeast.nests import leaves, map_structure
@@ -67,8 +67,7 @@ def warp_run(savedir, *others, steps=400):
 
 
 def start(savedir, *others, **kwargs):
-    result = main(*warp_run(savedir, *others, **kwargs), module="warpbeast")
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*warp_run(savedir, *others, **kwargs), module="warpbeast")
     return result
 
 
@@ -90,8 +89,7 @@ def test_a_run_trains_resumes_and_is_tested(tmp_path, agent):
     assert "resuming" in result.stderr and "at step 400" in result.stderr
     assert [int(row["step"]) for row in read_logs(tmp_path / "x")][-1] == 480
     for module in "warpbeast", "monobeast":
-        test = main("--savedir", tmp_path, "--mode", "test", module=module)
-        assert test.returncode == 0, test.stderr
+        test = succeeds("--savedir", tmp_path, "--mode", "test", module=module)
         assert "10 episodes: mean return" in test.stdout
 
 
@@ -126,8 +124,7 @@ def test_each_policy_is_an_agent_with_flags_of_its_own(tmp_path):
     assert ended
     video = tmp_path / "x.mp4"
     test = ["--savedir", tmp_path, "--mode", "test", "--num_test_episodes", 3]
-    result = main(*test, "--video", video, module="warpbeast")
-    assert result.returncode == 0, result.stderr
+    result = succeeds(*test, "--video", video, module="warpbeast")
     assert "mean tagged" in result.stdout and video.stat().st_size > 1000
 
 
@@ -142,9 +139,8 @@ def test_warpdrives_run_has_one_policy_of_all_agents(tmp_path, preset, agent):
     one = preset == "warpdrive"
     assert list(env.policies) == (["shared"] if one else ["tagger", "runner"])
     args = ["--preset", preset, "--agent", agent, "--num_envs", 2, "--hidden_sizes", 8]
-    result = main(*args, "--total_steps", 2000, "--log_interval_steps", 1, "--savedir",
-                  tmp_path, "--xpid", "x", module="warpbeast")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, "--total_steps", 2000, "--log_interval_steps", 1, "--savedir",
+             tmp_path, "--xpid", "x", module="warpbeast")  # fmt: skip
     rows = read_logs(tmp_path / "x")
     assert [int(row["step"]) for row in rows] == [1000, 2000]  # 5 agents, 100 steps.
     assert ("total_loss" in rows[0]) == one == ("tagger/total_loss" not in rows[0])
@@ -188,8 +184,7 @@ def test_the_other_programs_train_in_the_same_environments(tmp_path):
     for module in "monobeast", "polybeast":
         flags = ["--num_actors", 1] if module == "monobeast" else ["--num_servers", 1]
         args = [*GRID, *flags, "--savedir", tmp_path, "--xpid", module]
-        result = main(*args, "--total_steps", 400, module=module)
-        assert result.returncode == 0, result.stderr
+        succeeds(*args, "--total_steps", 400, module=module)
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path):
@@ -349,7 +344,7 @@ def test_polybeast_counts_the_agents_of_a_stream(tmp_path):
         ([*GRID, "--freeze", "all"], "has no policy 'all'"),
         ([*GRID, "--agent", "r2d2", "--runner.no-use_lstm"], "the same --burn_in and"),
         (["--agent.learning_rate", 1], "has one policy, whose flags are the program's"),
-        (["--device", "cuda:77"], "--learner_device cuda:77: "),
+        (["--learner_device", "cuda:77"], "--learner_device cuda:77: "),
         (["--one_episode_rollouts"], "expected monobeast or polybeast"),
         (["--env_args", "speed=3"], "cannot be made"),
         (["--env_args", "speed"], "'speed', expected NAME=VALUE"),
@@ -442,8 +437,7 @@ def test_it_learns(tmp_path, env, flags, steps, expected):
     """The returns are of sampled actions; the mode's are higher."""
     args = ["--env", f"warp/{env}", *flags.split(), "--seed", 1, "--savedir", tmp_path]
     args += ["--xpid", "x", "--total_steps", steps, "--hidden_sizes", 64, 64]
-    result = main(*args, module="warpbeast")
-    assert result.returncode == 0, result.stderr
+    succeeds(*args, module="warpbeast")
     assert mean_of_last(tmp_path) > expected
 
 

@@ -120,7 +120,10 @@ class ReplayAgent(agents.Agent):
 
     def make_net(self, observation_space, action_space):
         encoder, sizes = self.make_encoder(observation_space), self.flags.hidden_sizes
-        return self.make_actor(encoder, sizes, self.distribution)
+        net = self.make_actor(encoder, sizes, self.distribution)
+        # Whether to act uniformly at random. Actors get this buffer with the weights.
+        net.register_buffer("uniform", torch.tensor(True))
+        return net
 
     def initial_state(self, batch_size):
         return ()

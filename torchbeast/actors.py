@@ -213,9 +213,7 @@ class Orders:
                     while True:
                         self._queue.get_nowait()
             self._queue.put(indices)
-        calls.end()
-        calls.wait()
-        end_group()
+        calls.end_process()
 
     def take(self, n, least=None):
         """Returns the indices of n buffers, or of the `least` or more that there are.

@@ -162,9 +162,11 @@ def _innermost():
     return [call for calls in list(_calls.values()) for call in calls[-1:]]
 
 
-def wait(done=lambda: False):
-    """Waits until done(), or until no call has begun or returned for RETURN_S. For a
-    thread that is to end this process after end()."""
+def end_process(done=lambda: False):
+    """Ends this process, which has called lead_group(), and all that it started: calls
+    end(), and waits until done(), or until no call has begun or returned for RETURN_S.
+    """
+    end()
     seen = {}  # {call: since when}
     while not done():
         now = time.monotonic()
@@ -173,8 +175,9 @@ def wait(done=lambda: False):
             for call in _innermost():
                 what = f"{call.what} did not return within {RETURN_S:g} s"
                 log.warning("%s: its environment is not closed", what)
-            return
+            break
         time.sleep(0.01)
+    end_group()
 
 
 @contextlib.contextmanager

@@ -326,8 +326,7 @@ class Environment:
     def all_out(self):
         """Tells whether all agents have had their last steps, or have left without
         any."""
-        out = getattr(self.env, "out", None)
-        return out is not None and bool(out.all())
+        return self.env.out is not None and bool(self.env.out.all())
 
     def some_action(self):
         """Returns an action [E, ...] that may be taken after the newest step."""

@@ -115,9 +115,7 @@ def _evaluate(create_env, flags, connection):
                 newest[:] = [None]
             arrived.set()
             if newest == [None]:
-                calls.end()
-                calls.wait()
-                end_group()
+                calls.end_process()
 
     threading.Thread(target=receive, daemon=True).start()
     calls.watch(flags.env, flags.env_timeout_seconds, connection.send)

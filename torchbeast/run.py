@@ -1,20 +1,4 @@
-"""A run: its directory, its logs, its counters.
-
-<savedir>/<xpid>/
-    meta.json      flags, command, git commit, host, CPU, GPU, versions
-    logs.csv       a line every --log_interval_steps; columns: torchbeast/log_writer.py
-    events.out.*   the same for TensorBoard
-    track-*.log    what --track's trackers printed; wandb/ has W&B's files
-    out.log        what was printed; out.rank1.log, ... by the other learners
-    launch.log     what torchbeast.launch started, and all that it printed
-    lock           held by the process that trains
-    model.tar      the last checkpoint; replay.bin: its replay, with --save_replay
-    best.tar       the checkpoint with the best mean return of 100 episodes
-    model-STEP.tar the checkpoints before the last one, with --keep_checkpoints
-    attempt-1/     the logs of an attempt that left no checkpoint
-    test.json      what each --mode test found
-<savedir>/latest   the newest run
-"""
+"""A run: its directory (docs/reliability.md has its files), its logs, its counters."""
 
 import contextlib
 import json

@@ -19,13 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing import Pipe
-from multiprocessing.process import ORIGINAL_DIR
 from typing import NamedTuple
 
 from torchbeast import logs
 from torchbeast.messages import BadInput, log
-from torchbeast.process import kill_group
+from torchbeast.process import kill_group, start_python
 
 FINISH_S = 30  # From the end of training to the end of a tracker.
 MAX_CALLS = 10_000  # That wait for a tracker. Calls beyond are dropped.
@@ -177,21 +175,11 @@ class _Process:
         self.name, self.output = name, path / f"track-{name}.log"
         self._queue = queue.Queue(MAX_CALLS)
         self._told = False  # That something is wrong.
-        theirs, self._connection = Pipe(duplex=False)
-        # A new interpreter: a process of multiprocessing's would import PyTorch.
-        code = f"""import sys
-from multiprocessing.connection import Connection
-parent = Connection({theirs.fileno()}, writable=False)
-sys.path[:] = parent.recv()
-from torchbeast.tracking import serve
-serve(parent)"""
-        with theirs, open(self.output, "a") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()], cwd=ORIGINAL_DIR,
+        with open(self.output, "a") as output:
+            self._process, self._connection = start_python(
+                __name__, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is the learner's.
             )  # fmt: skip
-        self._queue.put([os.fspath(p) or ORIGINAL_DIR for p in sys.path])
         self._queue.put(name)
         self._thread = threading.Thread(target=self._send, name=name, daemon=True)
         self._thread.start()
@@ -224,7 +212,7 @@ serve(parent)"""
             log.warning("--track %s %s; %s", self.name, what, self.output)
 
 
-def serve(parent):
+def main(parent):
     """Is a tracker's process. Does not outlive the learner by more than FINISH_S."""
 
     learner = os.getppid()

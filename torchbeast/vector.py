@@ -41,7 +41,6 @@ class Separate:
     masks: masks.Masks, which have those of the newest observations
     """
 
-    same_step = False
     unseen = False  # See Vector.
     out = None  # See pettingzoo.Rows.
     waits = None  # See turns.Turns.

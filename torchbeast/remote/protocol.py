@@ -8,8 +8,8 @@ import json
 import numpy as np
 
 from torchbeast.nests import leaves
+from torchbeast.remote import MAX_MESSAGE_BYTES, MAX_STEP_BYTES
 from torchbeast.remote import torchbeast_pb2 as pb
-from torchbeast.remote.limits import MAX_MESSAGE_BYTES, MAX_STEP_BYTES
 
 PROTOCOL_VERSION = 3
 SERVICE = "torchbeast.protocol.EnvironmentServer"

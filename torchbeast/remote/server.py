@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from torchbeast import calls
 from torchbeast.files import remove_sockets
 from torchbeast.messages import BadInput, Repeated, Throttle, log, setup_logging
-from torchbeast.process import end_group, keep_freed_memory, lead_group
+from torchbeast.process import keep_freed_memory, lead_group
 from torchbeast.remote import tls
 from torchbeast.remote import torchbeast_pb2 as pb
 from torchbeast.remote.addresses import NOT_A_LEARNER, why_not_free
@@ -376,6 +376,4 @@ def main(parent, body=serve):
     keep_freed_memory()
     calls.watch(f"{flags.env} at {address}", flags.env_timeout_seconds, log.error)
     environments = body(create_env, flags, address, directory, parent)
-    calls.end()
-    calls.wait(lambda: environments.num_streams == 0)
-    end_group()
+    calls.end_process(lambda: environments.num_streams == 0)

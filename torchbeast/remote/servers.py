@@ -6,16 +6,13 @@ No torch in here.
 import argparse
 import contextlib
 import errno
-import multiprocessing
 import os
 import subprocess
-import sys
 import time
-from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast import files
 from torchbeast.messages import BadInput, Stop, log
-from torchbeast.process import Signals, kill_group, signals_blocked
+from torchbeast.process import Signals, kill_group, signals_blocked, start_python
 from torchbeast.remote.addresses import count_up
 
 MAX_FAILURES = 5
@@ -53,22 +50,10 @@ class Server:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             if os.lstat(self.directory).st_uid != os.getuid():
                 raise PermissionError(errno.EPERM, "its directory is of somebody else")
-        self.connection, theirs = multiprocessing.Pipe()
-        # A new interpreter: a process of multiprocessing's would import what the
-        # learner's main module does, and with it PyTorch (two seconds, 180 MB each).
-        code = f"""# The {self.name}.
-import sys
-from multiprocessing.connection import Connection
-parent = Connection({theirs.fileno()})
-sys.path[:] = parent.recv()
-from torchbeast.remote.{self.module} import main
-main(parent)"""
-        with theirs, signals_blocked():  # They are this process's to act on.
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd=ORIGINAL_DIR,  # An environment may have changed it.
+        with signals_blocked():  # They are this process's to act on.
+            self.process, self.connection = start_python(
+                f"torchbeast.remote.{self.module}",
+                f"The {self.name}.",
                 # Our messages do. And gRPC's handlers of forks, half of which are on by
                 # default, abort a process in which two environments fork at once.
                 env={
@@ -79,7 +64,6 @@ main(parent)"""
             )
         self.swept = False
         with contextlib.suppress(OSError):  # It ended: wait_until_ready() says so.
-            self.connection.send([os.fspath(p) or ORIGINAL_DIR for p in sys.path])
             self.connection.send(
                 (self.create_env, self.flags, self.address, self.directory)
             )

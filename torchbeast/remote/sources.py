@@ -10,14 +10,14 @@ from torchbeast.flags import is_given, load_agent, number, synchronous, text_or_
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import leaves
 from torchbeast.process import allow_open_files
-from torchbeast.remote import tls
-from torchbeast.remote.addresses import count_up, of_flag, why_not_free
-from torchbeast.remote.limits import (
+from torchbeast.remote import (
     MAX_BESIDE_STEP_BYTES,
     MAX_ENVS,
     MAX_MESSAGE_BYTES,
     MAX_STEP_BYTES,
+    tls,
 )
+from torchbeast.remote.addresses import count_up, of_flag, why_not_free
 
 FILES_PER_STREAM = 8
 MIN_SHARE_BYTES = 2**22  # Each stream's, however little memory there is.
