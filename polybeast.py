@@ -54,7 +54,7 @@ DEFAULTS = dict(
     entropy_cost=0.01,
 )  # fmt: skip
 # A2C with openai/baselines' constants: where acting waits for updates, V-trace's loss
-# is A2C's. Their epsilon, 1e-5, is added to the mean of squares, not to its root.
+# is A2C's. Their epsilon, 1e-5, is added to the mean of squares, ours to its root.
 PRESETS = {
     "a2c": DEFAULTS | {"async": False} | dict(
         normalize_observations=False,

@@ -95,7 +95,8 @@ def discount_of_limit(flags):
     spec = gymnasium.registry.get(flags.env.rpartition(":")[2])
     limit = getattr(spec, "max_episode_steps", None)
     limit = dict(flags.env_args).get("max_episode_steps", limit)
-    return min(max(0.99, 1 - 1 / max(1, limit or 1)), 0.999)
+    limit = max(1, limit) if isinstance(limit, int) else 1
+    return min(max(0.99, 1 - 1 / limit), 0.999)
 
 
 class Agent(agents.Agent):

@@ -75,6 +75,8 @@ class Actor(nn.Module):
         size = hidden_sizes[-1]
         self.policy = PolicyHead(size, distribution, state_dependent_std=True)
         self.register_buffer("log_stds", distribution.log_stds, persistent=False)
+        # Whether to act uniformly at random. Actors get this buffer with the weights.
+        self.register_buffer("uniform", torch.tensor(True))
 
     def forward(self, observation):
         params = self.policy(self.layers(self.encoder(observation)))

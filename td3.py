@@ -80,6 +80,8 @@ class Actor(nn.Module):
         self.layers = mlp(encoder.out_features, *hidden_sizes, D)
         means = (~distribution.log_stds).nonzero().squeeze(1)
         self.register_buffer("means", means, persistent=False)
+        # Whether to act uniformly at random. Actors get this buffer with the weights.
+        self.register_buffer("uniform", torch.tensor(True))
 
     def forward(self, observation):
         x = self.layers(self.encoder(observation))

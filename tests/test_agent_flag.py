@@ -27,6 +27,7 @@ from tests.programs import (
 from torchbeast import environment, rollouts
 from torchbeast.flags import AGENTS
 from torchbeast.log_writer import COLUMNS
+from torchbeast.program import name_of
 
 LOG = ("--log_interval_steps", 40)
 
@@ -90,6 +91,21 @@ def test_a_copy_of_a_program_is_a_program_of_its_own(
     test = [*flags_of(program, savedir), "--mode", "test", "--num_test_episodes", 1]
     assert main(*test, module=name).returncode == 0
     assert refusal("--lr", 1, module=name).startswith(f"{name}: error: ")
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (None, "fork"),
+        ("fork", "fork"),
+        ("mine.fork", "mine.fork"),
+        ("builtins", "fork"),  # Under cProfile, pdb or trace.
+        ("__main__", "fork"),
+    ],
+)
+def test_a_program_has_the_name_of_its_file_however_it_is_started(spec, name):
+    spec = None if spec is None else types.SimpleNamespace(name=spec)
+    assert name_of(spec, "/somewhere/fork.py") == name
 
 
 @both

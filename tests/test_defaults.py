@@ -210,7 +210,8 @@ def test_ppo_sees_as_far_as_episodes_of_numbers_may_last():
     found = {ppo_flags_of(*case).discounting: case for case in cases.values()}
     assert found == cases
     unlimited = OTHER, NUMBERS, "--env_args", "max_episode_steps=-1"
-    for case in (OTHER, IMAGE), ("mpe2.simple_spread_v3", NUMBERS), unlimited:
+    text = OTHER, NUMBERS, "--env_args", "max_episode_steps=null"
+    for case in (OTHER, IMAGE), ("mpe2.simple_spread_v3", NUMBERS), unlimited, text:
         assert ppo_flags_of(*case).discounting == 0.99
 
 

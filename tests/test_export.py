@@ -212,6 +212,16 @@ def test_a_run_that_is_not_there_is_named(tmp_path, capsys):
     assert f"no checkpoint at {path}" in capsys.readouterr().err
 
 
+def test_a_program_of_a_users_own_that_is_not_there_is_named(tmp_path, capsys):
+    path = tmp_path / "x" / "model.tar"
+    path.parent.mkdir()
+    flags = {"command": ["my_beast"], "agent": "polybeast", "env": "CartPole-v1"}
+    torch.save({"agent": {}, "flags": flags, "step": 1}, path)
+    assert write(tmp_path, "agent.pt2") == 2
+    line = "the program that trained it, my_beast: No module named 'my_beast'"
+    assert line in capsys.readouterr().err
+
+
 def test_a_small_checkpoint_does_not_take_the_place_of_the_large_one(tmp_path, capsys):
     train(tmp_path)
     before = (tmp_path / "x/model.tar").read_bytes()

@@ -120,10 +120,7 @@ class ReplayAgent(agents.Agent):
 
     def make_net(self, observation_space, action_space):
         encoder, sizes = self.make_encoder(observation_space), self.flags.hidden_sizes
-        net = self.make_actor(encoder, sizes, self.distribution)
-        # Whether to act uniformly at random. Actors get this buffer with the weights.
-        net.register_buffer("uniform", torch.tensor(True))
-        return net
+        return self.make_actor(encoder, sizes, self.distribution)
 
     def initial_state(self, batch_size):
         return ()

@@ -93,7 +93,11 @@ def load(flags):
     says of itself)."""
     where, saved, own = find(flags)
     # By name: the program that trained it knows its flags.
-    program = importlib.import_module(saved["flags"].get("command", ["monobeast"])[0])
+    name = saved["flags"].get("command", ["monobeast"])[0]
+    try:
+        program = importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        raise BadInput(f"the program that trained it, {name}: {e}") from e
     p = program.program_parser(saved["flags"]["agent"])
     p.set_defaults(**own)
     own = parse_args(p, [])

@@ -1,9 +1,9 @@
 """The command line: flags that all training programs have, and --agent.
 
-A flag has the first of these values that there is: the command line's; --preset's; the
-default of parser(); what the machine makes of None, set_defaults() of a program's
-sources of rollouts; what the environment does, Agent.defaults(), where the first agent
-is made.
+A flag has the first of these values that there is: the command line's; the checkpoint's
+that --mode test plays; --preset's; the default of parser(); what the machine makes of
+None, set_defaults() of a program's sources of rollouts; what the environment does,
+Agent.defaults(), where the first agent is made.
 
 No torch in here: environment servers import this file.
 """

@@ -126,7 +126,7 @@ class LSTM(nn.LSTMCell):
         the features are one.)
         """
         cell = self
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and len(x) > 1:
             x, cell = F.linear(x, self.weight_ih, self.bias_ih), self._cell
         outputs = []
         state = tuple(s[0] for s in state)  # [B, out_features]

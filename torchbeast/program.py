@@ -63,8 +63,11 @@ class PolicyParser(Parser):
 
 def name_of(spec, path):
     """Returns the name of the module with this __spec__ and __file__ for python -m. A
-    copy of a program has its own."""
-    return pathlib.Path(path).stem if spec is None else spec.name
+    copy of a program has its own. (Under cProfile and pdb a script has none, or its
+    __spec__ is that of another module.)"""
+    name = getattr(spec, "name", None)
+    stem = pathlib.Path(path).stem
+    return name if name is not None and name.rpartition(".")[2] == stem else stem
 
 
 def run_program(prog, parser, train, create_env, argv=None, agent="polybeast"):
@@ -90,8 +93,12 @@ def run_program(prog, parser, train, create_env, argv=None, agent="polybeast"):
         if given.mode != "train" and "LOCAL_RANK" in os.environ:
             raise BadInput(f"--mode {given.mode} needs no torchrun: python -m {prog}")
         saved = {}
-        if given.mode != "train" and not {"-h", "--help"} & {*argv}:
-            saved = flags_of_checkpoint(given)
+        if given.mode != "train":
+            try:
+                saved = flags_of_checkpoint(given)
+            except BadInput:
+                if not {"-h", "--help"} & {*argv}:
+                    raise
         name = given.agent or saved.get("agent", agent)
         try:
             p = parser(name)
