@@ -169,6 +169,22 @@ def test_actions_are_in_their_bounds_and_greedy_ones_always_the_same():
 
 
 @pytest.mark.parametrize("module", [sac, td3])
+def test_the_replay_holds_the_run_up_to_a_million_steps_of_numbers(module):
+    def size(space, *words):
+        flags = monobeast.program_parser(module.__name__).parse_args([*words])
+        monobeast.set_defaults(flags)
+        module.Agent(flags, space, spaces.Box(-1, 1, (2,)))
+        return flags.replay_size
+
+    numbers, image = spaces.Box(-1, 1, (3,)), spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    assert size(numbers) == 1_000_000
+    for total_steps, expected in (50_000, 100_000), (300_000, 300_000), (10**7, 10**6):
+        assert size(numbers, "--total_steps", str(total_steps)) == expected
+    assert size(image) == 100_000
+    assert size(image, "--replay_size", "700") == 700
+
+
+@pytest.mark.parametrize("module", [sac, td3])
 def test_actions_are_uniform_before_anything_is_learned_and_then_the_policys(module):
     agent, acted = make_agent("--replay_start", 3 * B * T, module=module)
     if module is sac:

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchbeast import agents, distributions, ranks, replay
 from torchbeast.encoders import mlp
-from torchbeast.flags import number
+from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.messages import BadInput
@@ -55,7 +55,8 @@ def add_learning_flags(p):
     """Adds the flags of replay and optimizer to a parser, and defaults of others."""
     g = p.add_argument_group("replay")
     start = "10000, at most a tenth of --total_steps"
-    replay.add_flags(g, size=100_000, ratio=256.0, start=start, batch=256)
+    replay.add_flags(g, size=None, ratio=256.0, start=start, batch=256)
+    by_environment(p, "replay_size")
 
     g = p.add_argument_group("optimizer (Adam)")
     # fmt: off
@@ -111,9 +112,12 @@ class ReplayAgent(agents.Agent):
         self.net.uniform.fill_(flags.replay_start > 0)
 
     def defaults(self, observation_space, action_space):
+        flags, size = self.flags, 100_000
+        if not has_images(observation_space):  # A million of these take much memory.
+            size = max(size, min(flags.total_steps, 1_000_000))
         # Fewer random actions may show too little to learn from, as how to land.
-        flags = self.flags
-        return {"replay_start": min(10_000, flags.total_steps // 10, flags.replay_size)}
+        start = min(10_000, flags.total_steps // 10, flags.replay_size or size)
+        return {"replay_size": size, "replay_start": start}
 
     def make_distribution(self, action_space):
         return distributions.make(action_space, squashed=True)
