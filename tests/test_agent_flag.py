@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -91,6 +92,19 @@ def test_a_copy_of_a_program_is_a_program_of_its_own(
     test = [*flags_of(program, savedir), "--mode", "test", "--num_test_episodes", 1]
     assert main(*test, module=name).returncode == 0
     assert refusal("--lr", 1, module=name).startswith(f"{name}: error: ")
+
+
+@pytest.mark.parametrize("agent", ["ppo", "pqn", "r2d2", "sac", "td3"])
+def test_an_agent_that_is_run_as_a_program_says_what_it_is(agent):
+    with pytest.raises(SystemExit, match=f"python -m monobeast --agent {agent}"):
+        runpy.run_module(agent, run_name="__main__")
+
+
+@pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "r2d2"])
+def test_a_flag_that_a_checkpoint_has_may_be_given_either_way(agent):
+    words = ["--no-use_lstm", "--no-one_episode_rollouts"]
+    flags = monobeast.program_parser(agent).parse_args(words)
+    assert not flags.use_lstm and not flags.one_episode_rollouts
 
 
 @pytest.mark.parametrize(

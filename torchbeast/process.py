@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from multiprocessing import resource_tracker
-from multiprocessing.process import ORIGINAL_DIR  # type: ignore[attr-defined]
+from multiprocessing.process import ORIGINAL_DIR
 
 from torchbeast.messages import BadInput, Stop, log
 
