@@ -5,7 +5,6 @@ import logging
 import re
 import sys
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,16 +121,15 @@ def test_first_rollouts_of_one_episode_are_expected_after_any_step(slow, lines):
 
 
 def test_it_ends_with_the_number_of_steps(lines):
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     calls.tell_slow(3, "a: ")
+    [telling] = set(threading.enumerate()) - before
     calls.count_steps(1)
     lines.wait_for("a: 1 steps in the first")
     lines.wait_for("; the first rollouts need 3 steps: with a smaller --envs_per_actor")
     calls.count_steps(2)
-    deadline = time.monotonic() + TIMEOUT_S
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == threads
+    telling.join(TIMEOUT_S)
+    assert not telling.is_alive()
 
 
 @pytest.mark.slow
