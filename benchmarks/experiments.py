@@ -22,6 +22,7 @@ class Experiment(NamedTuple):
         """Returns the words after `python -m`."""
         numbers = f"--total_steps {self.total_steps} --seed {seed}"
         program = "polybeast" if "PolyBeast" in self.agent else "monobeast"
+        program = "benchmarks.sb3" if "Stable" in self.agent else program
         return f"{program} {self.flags} {numbers}".split()
 
     def runs(self):
@@ -39,6 +40,7 @@ AGENTS = {
     "SAC": "--agent sac ",
     "TD3": "--agent td3 ",
     "Rainbow": "--agent r2d2 --preset rainbow ",
+    "DQN, quantiles": "--agent r2d2 --no-use_lstm --quantiles 32 ",
     "DQN, preset": "--agent r2d2 --preset dqn ",
     "R2D2, preset": "--agent r2d2 --preset r2d2 ",
     "PPO, preset": "--agent ppo --preset mujoco ",
@@ -50,6 +52,10 @@ AGENTS = {
     "TD3, preset": "--agent td3 --preset mujoco ",
     "DDPG": "--agent td3 --preset ddpg ",
     "IMPALA, PolyBeast": "--net shallow ",
+    "Stable-Baselines3, A2C": "--algorithm a2c ",
+    "Stable-Baselines3, PPO": "--algorithm ppo ",
+    "IMPALA, LSTM": "--use_lstm ",
+    "IMPALA, RND": "--agent examples.rnd.agent ",
 }
 
 
@@ -115,8 +121,8 @@ M = 1_000_000
 for agent, group, games, num_steps, num_seeds, prefix, suffix in [
     ("IMPALA", "atari", "Pong", M, 3, "impala", ""),
     ("IMPALA", "atari", "Breakout", 10 * M, 4, "impala", "-10m"),
-    ("IMPALA", "atari", "Qbert Seaquest SpaceInvaders BeamRider Phoenix NameThisGame "
-     "BattleZone DoubleDunk", 3 * M, 1, "impala", ""),
+    ("IMPALA", "atari", "Breakout Qbert Seaquest SpaceInvaders BeamRider Phoenix "
+     "NameThisGame BattleZone DoubleDunk", 3 * M, 1, "impala", ""),
     ("PPO", "atari", "Pong", M, 3, "ppo", ""),
     ("PPO", "atari", "Breakout", 3 * M, 1, "ppo", ""),
     ("PQN", "atari", "Pong", M, 3, "pqn", ""),
@@ -134,19 +140,30 @@ for agent, group, games, num_steps, num_seeds, prefix, suffix in [
         declare(f"{prefix}-{game.lower()}{suffix}", group, agent, game, atari(game),
                 num_steps, num_seeds)  # fmt: skip
 
+for game, num_steps in ("Breakout", 3 * M), ("Qbert", 2 * M):
+    for agent in "A2C", "PPO":
+        name = f"sb3-{agent.lower()}-{game.lower()}"
+        agent = f"Stable-Baselines3, {agent}"
+        declare(name, "sb3", agent, game, atari(game), num_steps, 1)
+declare("impala-pong-sticky", "atari", "IMPALA", "Pong `--sticky_actions 0.25`",
+        f"{atari('Pong')} --sticky_actions 0.25", M, 1)  # fmt: skip
+
 for game in "Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders":
-    for agent in "IMPALA", "PPO", "PQN", "DQN", "Rainbow":
+    for agent in "IMPALA", "PPO", "PQN", "DQN", "DQN, quantiles":
         on_policy = agent in ("IMPALA", "PPO", "PQN")
-        declare(f"{agent.lower()}-minatar-{game.lower()}", "minatar", agent,
-                f"MinAtar {game}", minatar(game), *((3 * M, 3) if on_policy else (M, 1))
-                )  # fmt: skip
+        num_seeds = 3 if on_policy or game in ("Breakout", "SpaceInvaders") else 1
+        prefix = agent.lower().replace(", ", "-")
+        declare(f"{prefix}-minatar-{game.lower()}", "minatar", agent, f"MinAtar {game}",
+                minatar(game), 3 * M if on_policy else M, num_seeds)  # fmt: skip
 
 for agent, robots, num_steps, num_seeds, prefix in [
     ("SAC", "HalfCheetah", 200_000, 3, "sac"),
     ("SAC", "Hopper", 200_000, 1, "sac"),
     ("TD3", "HalfCheetah", 200_000, 3, "td3"),
     ("TD3", "Hopper", 200_000, 1, "td3"),
-    ("PPO, preset", "HalfCheetah Hopper Walker2d", M, 3, "ppo-preset"),
+    ("CrossQ", "HalfCheetah", 200_000, 3, "crossq"),
+    ("CrossQ", "Hopper", 200_000, 1, "crossq"),
+    ("PPO, preset", "HalfCheetah Hopper Walker2d Ant", M, 3, "ppo-preset"),
 ]:
     for robot in robots.split():
         declare(f"{prefix}-{robot.lower()}", "mujoco", agent, f"{robot}-v5",
@@ -167,6 +184,16 @@ for agent, prefix, env, flags, num_steps in [
     name = f"{prefix}-{env.lower().partition('-')[0]}"
     declare(name, "presets", agent, env, flags, num_steps, 1)
 
+for agents, env, num_steps in [
+    ("IMPALA, LSTM; R2D2", "tests.envs:torchbeast/LongMemory-v0", 500_000),
+    ("IMPALA, LSTM; R2D2", "examples.rnd.env:torchbeast/MiniGrid-MemoryS7-v0", M),
+    ("IMPALA; IMPALA, RND", "examples.rnd.env:torchbeast/MiniGrid-DoorKey-8x8-v0", M),
+]:
+    for agent in agents.split("; "):
+        env_name = env.partition("/")[2]
+        name = f"{agent.lower().replace(', ', '-')}-{env_name.lower()[:-3]}"
+        declare(name, "memory", agent, env_name, f"--env {env}", num_steps, 3)
+
 EXAMPLE = f"{minatar('Breakout')} --num_actors 0"
 for name, flags in {
     "minatar-impala": "--agent examples.minatar.agent",
@@ -182,7 +209,13 @@ TABLES = {
     "atari": ("beside", "atari"),
     "minatar": ("grid", "minatar"),
     "mujoco": ("beside", "mujoco"),
-    "presets": ("beside", "presets"),
+    "memory": ("grid", "memory"),
+    "presets": ("beside", "presets", True),
+    "pong": ("passes", ["impala-pong-10m-1"], (0, 15)),
+    "breakout": (
+        "passes", [f"impala-breakout-10m-{seed}" for seed in (2, 3, 4)], (30, 100),
+        6 * M,
+    ),
     "first": ("milestones", {
         "Pong": ("impala-pong-10m-1", (0, 10, 15)),
         "Breakout": ("impala-breakout-10m-1", (30, 100, 300)),
@@ -208,6 +241,11 @@ TABLES = {
         "Stable-Baselines3, A2C": "sb3-a2c-breakout-1",
         "Stable-Baselines3, PPO": "sb3-ppo-breakout-1",
     }, "breakout-sb3"),
+    "sb3-qbert": ("race", (250_000, 500_000, M, 1_500_000, 2 * M), {
+        "MonoBeast, IMPALA": "impala-qbert-1",
+        "Stable-Baselines3, A2C": "sb3-a2c-qbert-1",
+        "Stable-Baselines3, PPO": "sb3-ppo-qbert-1",
+    }, "qbert-sb3"),
     "pong-agents": ("milestones", {
         "IMPALA": ("impala-pong-10m-1", (0, 15)),
         "PPO": ("ppo-preset-pong-1", (0, 15, 18)),
@@ -221,13 +259,29 @@ TABLES = {
     }),
 }  # fmt: skip
 
-# {name of a picture: (its title, the runs that its curve is of)}.
+# {name of a picture: (its title, {label of a curve: its runs})}.
 PICTURES = {
+    "pong": ("PongNoFrameskip-v4", {"": ["impala-pong-10m-1"]}),
     "breakout": (
         "BreakoutNoFrameskip-v4",
-        [f"impala-breakout-10m-{seed}" for seed in (2, 3, 4)],
+        {"": [f"impala-breakout-10m-{seed}" for seed in (2, 3, 4)]},
     ),
-}
+    "games": ("Atari, IMPALA", {
+        game: [f"impala-{game.lower()}-5m-1"]
+        for game in ("BeamRider", "Seaquest", "SpaceInvaders")
+    }),
+    "pong-agents": ("PongNoFrameskip-v4", {
+        "IMPALA": ["impala-pong-10m-1"],
+        "PPO": ["ppo-preset-pong-1"],
+        "DQN": ["dqn-preset-pong-10m-1"],
+        "R2D2": ["r2d2-preset-pong-10m-1"],
+    }),
+    "minatar-examples": ("MinAtar/Breakout-v1", {
+        "examples.minatar.dqn": ["minatar-dqn-1"],
+        "examples.minatar.agent": ["minatar-impala-1"],
+        "examples.minatar.agent --replay_fraction 0.5": ["minatar-impala-replay-1"],
+    }),
+}  # fmt: skip
 
 # {agent: [(whose returns, {environment: return})]}; the first one that has an
 # environment counts. github.com/ray-project/rl-experiments,
@@ -258,12 +312,16 @@ PUBLISHED = {
     "Rainbow": [("Dopamine, sticky actions, 2,000,000 steps", dict(Pong=10))],
     "SAC": [SAC_V4],
     "SAC, preset": [SAC_V4],
-    "CrossQ": [("its authors, v4, 300,000 steps", {"HalfCheetah-v5": 10012})],
+    "CrossQ": [("its authors, v4, 300,000 steps", {
+        "HalfCheetah-v5": 10012, "Hopper-v5": 2644})],
     "TD3": [TD3_V1],
     "TD3, preset": [TD3_V1],
+    "DDPG": [("CleanRL, v4, 1,000,000 steps", {"HalfCheetah-v5": 10374})],
     "PPO, preset": [("CleanRL, v4, 1,000,000 steps", {
         "HalfCheetah-v5": 1443, "Hopper-v5": 2383, "Walker2d-v5": 2288})],
 }  # fmt: skip
+# {agent: with whom its interquartile mean is compared, of one protocol}.
+PEERS = {"IMPALA": ZOO_A2C, "PQN": ("RL Zoo's PPO, 10,000,000 steps", ZOO_PPO[1])}
 
 # Returns of random play and of humans (github.com/google-deepmind/dqn_zoo).
 HUMAN = {

@@ -46,7 +46,7 @@ def rate(function, num_steps, seconds):
 
 def learner(seconds, compiled=False):
     """Frames per second of updates alone, deep network."""
-    for B in (4, 8, 32, 80, 320):
+    for B in (8, 32) if compiled else (4, 8, 32, 80, 320):
         for precision in PRECISIONS:
             args = [*PONG, "--batch_size", str(B), "--precision", precision]
             args += ["--compile"] * compiled
@@ -178,7 +178,7 @@ def pong(seconds):
         yield args, functools.partial(learn_pong, args.split())
 
 
-def learn_pong(args, timeout_s=175):
+def learn_pong(args, timeout_s=165):
     """Trains until the mean return is 20, or for so long."""
     with tempfile.TemporaryDirectory() as savedir:
         args = [*PONG, *args, "--savedir", savedir, "--xpid", "x"]
@@ -190,7 +190,10 @@ def learn_pong(args, timeout_s=175):
             while time.monotonic() - start < timeout_s:
                 time.sleep(1)
                 rows = logs.read(path) if path.exists() else []
-                curve = means_of_100(rows)
+                new = means_of_100(rows)
+                if new.keys() - curve.keys():  # What an end by force leaves.
+                    print(*new.values(), flush=True)
+                curve = new
                 if curve and list(curve.values())[-1][2] >= 20:
                     end = "20 is reached"
                     break
@@ -199,7 +202,10 @@ def learn_pong(args, timeout_s=175):
                     break
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
     return [*curve.values(), end]
 
 
@@ -230,11 +236,18 @@ def main():
     for part in options.parts:
         for name, function in PARTS[part](options.seconds):
             results.setdefault(part, {})[name] = x = attempt(function)
-            path.write_text(json.dumps(results, indent=1) + "\n")  # So far.
+            write(path, results)  # So far.
             if isinstance(x, dict):
                 x = x.get("steps_per_second", str(x))
             text = f"{x:,.1f}" if isinstance(x, float) else x
             print(f"{part}, {name}: {text}")
+
+
+def write(path, results):
+    """Writes the file, which is whole whenever this process is killed."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(new, path)
 
 
 def attempt(function):

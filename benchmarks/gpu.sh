@@ -58,7 +58,7 @@ for part in ${*:-machine tests learning warp inference learner agents runs}; do
 print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())
 print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
         ;;
-    tests) tests 200 tests/cuda.py ;;
+    tests) tests 240 tests/cuda.py ;;
     learning)
         tests 150 tests/test_learning.py::test_learns_from_an_image \
             $(for x in $learned; do echo "tests/test_learning.py::test_learns[$x]"; done)
@@ -69,7 +69,7 @@ print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
     kernels) gpu 60 kernels ;;
     agents) gpu 120 agents ;;
     compiled)
-        gpu 300 compiled
+        gpu 240 compiled
         run 240 python3 -m benchmarks.warp --rounds 1 --seconds 2 --compile --num_epochs 1 \
             --json "$out/warp-compiled.json"
         ;;

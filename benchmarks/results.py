@@ -8,8 +8,8 @@ plots of them.
 
 --run goes on where it stopped. --collect copies the curves of runs, finished or not, to
 docs/results/, from which alone --make makes everything (benchmarks/tables.py). A
-PATTERN is the name of an experiment, of a run (EXPERIMENT-SEED), of a group or of an
-agent's part of it (matrix/PPO), with * and ? as in a shell.
+PATTERN is the name of an experiment, of a run (EXPERIMENT-SEED), of an environment
+(pong), of a group or of an agent's part of it (matrix/PPO), with * and ? as in a shell.
 """
 
 import argparse
@@ -68,13 +68,14 @@ def selected(patterns):
     for experiment in EXPERIMENTS.values():
         for run, seed in experiment.runs().items():
             of_agent = (f"{x}/{experiment.agent}" for x in experiment.groups)
-            names = experiment.name, run, *experiment.groups, *of_agent
+            env = experiment.env.lower()
+            names = experiment.name, run, env, *experiment.groups, *of_agent
             found = {p for p in patterns or "*" if fnmatch.filter(names, p)}
             used |= found
             if found:
                 yield run, experiment, seed
     for pattern in {*patterns} - used:
-        raise BadInput(f"{pattern!r} is no experiment, run or group")
+        raise BadInput(f"{pattern!r} is no experiment, run, environment or group")
 
 
 def read(directory, experiment, seed):
@@ -133,6 +134,7 @@ def changed_files(commit, experiment):
     files = ["torchbeast", *(f"{name.replace('.', '/')}.py" for name in modules)]
     files += [":!torchbeast/launch.py", ":!torchbeast/plot.py", ":!torchbeast/warp"]
     files += [":!torchbeast/remote"] if program == "monobeast" else []
+    files = ["benchmarks/sb3.py"] if program == "benchmarks.sb3" else files
     command = ["git", "-C", ROOT, "diff", "--name-only", f"{commit}", "HEAD", "--"]
     result = subprocess.run([*command, *files], capture_output=True, text=True)
     if result.returncode != 0:

@@ -8,6 +8,7 @@ SciPy, pandas, seaborn and arch.
 
 import datetime
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -21,6 +22,7 @@ from benchmarks.experiments import (
     AGENTS,
     EXPERIMENTS,
     HUMAN,
+    PEERS,
     PICTURES,
     PUBLISHED,
     TABLES,
@@ -31,14 +33,18 @@ from torchbeast.plot import draw, spread
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAST = (
     "Mean return of the last 100 training episodes of a run, with actions that explore:"
 )
-ATARI = (
-    "Actions are not sticky, and a game begins with up to 30 no-ops. A lost life ends "
-    "an episode for learning only; returns are of whole games."
-)
+PROTOCOLS = {  # What runs have in common in whose commands these words are.
+    "NoFrameskip": "Of Atari: actions are not sticky unless a row says so, and a game "
+    "begins with up to 30 no-ops; a lost life ends an episode for learning only; "
+    "returns are of whole games.",
+    "MinAtar/": "MinAtar is 1.0.15: the last action is repeated with a probability of "
+    "0.1, games become more difficult, and -v1 has only those actions that a game "
+    "needs.",
+}
 MARKED = re.compile(r"^(<!-- table: (\S+) -->\n).*?^(<!-- end -->)$", re.M | re.S)
 
 
@@ -55,6 +61,7 @@ class Curve:
             points = logs.moving_average(rows, "episode_return")
         triples = [(row["step"], row["seconds"], mean) for row, mean in points]
         self.x, self.seconds, self.y = np.array(triples).T
+        self.singles = (), ()  # What torchbeast.plot has dots for.
 
 
 def read_records():
@@ -96,19 +103,28 @@ def table(header, rows, caption, runs):
     if not runs:
         return ""
     first, *others = [f"| {' | '.join(row)} |\n" for row in [header, *rows]]
+    for words, protocol in PROTOCOLS.items():
+        if any(words in run.record["command"] for run in runs):
+            caption += f" {protocol}"
+    caption += (
+        f" Runs: {len(runs)}, {origin(runs)}; [results/runs.json](results/runs.json) "
+        "has the command of each, and the commit if it is known."
+    )
+    body = f"{first}|{'---|' * len(header)}\n{''.join(others)}"
+    return f"\n{body}\n{filled(caption)}\n\n"
+
+
+def origin(runs):
+    """Returns when and where runs were made."""
     records = [run.record for run in runs]
     machines = "; ".join(sorted({record["machine"] for record in records}))
     days = sorted(datetime.date.fromisoformat(record["date"]) for record in records)
-    days = " to ".join(dict.fromkeys(f"{d.day} {d:%B %Y}" for d in (days[0], days[-1])))
-    caption += (
-        f" Runs: {len(runs)}, {days}, on {machines}; "
-        "[results/runs.json](results/runs.json) has the command of each, and the "
-        "commit if it is known."
-    )
-    caption = textwrap.fill(
-        caption, 100, break_long_words=False, break_on_hyphens=False
-    )
-    return f"\n{first}|{'---|' * len(header)}\n{''.join(others)}\n{caption}\n\n"
+    days = dict.fromkeys(f"{d.day} {d:%B %Y}" for d in (days[0], days[-1]))
+    return f"{' to '.join(days)}, on {machines}"
+
+
+def filled(text):
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 # The kinds of tables.
@@ -129,16 +145,24 @@ def grid(curves, group, with_aims=False):
             cell = f"{mean_and_error(last)} {count(runs)}"
         row = rows.setdefault(x.env, {"steps": {}})
         row[x.agent] = cell
-        row["steps"].setdefault(x.total_steps, []).append(x.agent)
-    cells = []
-    for env, row in rows.items():
-        (most, _), *others = row["steps"].items()
-        steps = [f"{most:,}", *(f"{', '.join(who)}: {n:,}" for n, who in others)]
-        cells.append([env, "; ".join(steps), *(row.get(a, "") for a in agents)])
+        row["steps"][x.agent] = x.total_steps
+    cells = [
+        [env, steps_of(row["steps"]), *(row.get(a, "") for a in agents)]
+        for env, row in rows.items()
+    ]
     over_seeds = "median" if with_aims else "mean ± standard error"
     caption = f"{LAST} {over_seeds} over seeds (number of seeds)"
     caption += " / aim." if with_aims else "."
     return with_curves(["environment", "steps", *agents], cells, caption, pairs, group)
+
+
+def steps_of(steps):
+    """Returns what most names have, and then who has others. steps: {name: steps}."""
+    names = {}
+    for name, n in steps.items():
+        names.setdefault(n, []).append(name)
+    (most, _), *others = sorted(names.items(), key=lambda pair: -len(pair[1]))
+    return "; ".join([f"{most:,}", *(f"{', '.join(x)}: {n:,}" for n, x in others)])
 
 
 def count(runs):
@@ -160,51 +184,54 @@ def with_curves(header, cells, caption, pairs, group):
     return text and f"{text}![{what}](results/{group}-curves.png)\n\n"
 
 
-def beside(curves, group):
+def beside(curves, group, with_missing=False):
     """Experiments beside what is published of their agents, with hours and, of games,
-    human-normalised scores."""
-    pairs = [(x, runs) for x, runs in runs_of(group, curves) if runs]
+    human-normalised scores. with_missing: also what was not run."""
+    pairs = [(x, runs) for x, runs in runs_of(group, curves) if runs or with_missing]
     cells, games = [], {}
     for x, runs in pairs:
-        last = np.array([run.y[-1] for run in runs])
-        hours = np.mean([run.record["seconds"] for run in runs]) / 3600
+        result = hours = "not run"
+        if runs:
+            last = np.array([run.y[-1] for run in runs])
+            result = f"{mean_and_error(last)} {count(runs)}"
+            hours = number(np.mean([run.record["seconds"] for run in runs]) / 3600)
+            if x.env in HUMAN:
+                scores = human_normalised(x.env, last)
+                result += f"; {100 * scores.mean():,.0f}%"
+                of_agent = games.setdefault(x.agent, {})
+                steps, _ = of_agent.get(x.env, (math.inf, None))
+                if x.total_steps < steps:
+                    of_agent[x.env] = x.total_steps, scores
         published = [p for p in PUBLISHED.get(x.agent, ()) if x.env in p[1]][:1]
-        result = f"{mean_and_error(last)} {count(runs)}"
-        if x.env in HUMAN:
-            ours = human_normalised(x.env, last)
-            result += f"; {100 * ours.mean():,.0f}%"
-            theirs = [
-                human_normalised(x.env, np.array([y[x.env]])) for _, y in published
-            ]
-            games.setdefault((x.agent, x.total_steps), []).append((ours, theirs))
         cell = "".join(f"{y[x.env]:,} ({source})" for source, y in published)
-        steps = f"{x.total_steps:,}"
-        cells.append([x.env, x.agent, steps, result, number(hours), cell])
+        cells.append([x.env, x.agent, f"{x.total_steps:,}", result, hours, cell])
     caption = f"{LAST} mean ± standard error over seeds (number of seeds)"
-    caption += f"; human-normalised score. {ATARI}" if games else "."
-    caption += interquartile_means(games)
+    caption += "; human-normalised score." if games else "."
+    caption += "".join(interquartile_mean(*of_agent) for of_agent in games.items())
     header = ["environment", "agent", "steps", "return", "hours", "published"]
     return with_curves(header, cells, caption, pairs, group)
 
 
-def interquartile_means(games):
-    """Returns a sentence for each agent with more than three games, and a second one
-    beside what is published. games: {(agent, steps): [(scores of ours, [published ones]
-    or [])]}, human-normalised."""
-    text = ""
-    for (agent, steps), scores in games.items():
-        if len(scores) > 3:
-            text += (
-                f" Of {agent} ({steps:,} steps, {len(scores)} games) the interquartile "
-                "mean of human-normalised scores is "
-                f"{iqm([ours for ours, _ in scores])}."
-            )
-        if len(both := [(ours, *theirs) for ours, theirs in scores if theirs]) > 3:
-            ours, theirs = zip(*both)
-            text += (
-                f" On the {len(both)} games with a published return it is {iqm(ours)}, "
-                f"and that of the published returns {middle(theirs):.0f}%."
-            )
+def interquartile_mean(agent, games):
+    """Returns sentences of an agent with more than three games; the second one is about
+    those that its peer has, too. games: {game: (steps, human-normalised scores)}, the
+    shortest experiment of each."""
+    if len(games) <= 3:
+        return ""
+    steps = steps_of({game: steps for game, (steps, _) in games.items()})
+    text = (
+        f" {agent}'s interquartile mean of human-normalised scores over {len(games)} "
+        f"games (steps: {steps}) is {iqm([ours for _, ours in games.values()])}."
+    )
+    source, returns = PEERS.get(agent, ("", {}))
+    both = [game for game in games if game in returns]
+    if len(both) > 3:
+        ours = [games[game][1] for game in both]
+        theirs = [human_normalised(x, np.array([returns[x]])) for x in both]
+        text += (
+            f" On the {len(both)} that are published of {source}, it is {iqm(ours)}, "
+            f"theirs {middle(theirs):.0f}%."
+        )
     return text
 
 
@@ -250,7 +277,10 @@ def milestones(curves, rows):
             command = f"`{run.record['command']}`"
             cells.append([link, command, "; ".join(texts) + minutes, end])
     header = ["", "command", "return and the step that first reaches it", "at the end"]
-    caption = "Returns are means of the last 100 training episodes."
+    caption = (
+        "Returns are means of the last 100 training episodes, with actions that "
+        "explore."
+    )
     return table(header, cells, caption, runs)
 
 
@@ -266,8 +296,8 @@ def after(curves, steps, rows):
                 for step, value in zip(steps, values)
             )])  # fmt: skip
     caption = (
-        "Mean return of the last 100 training episodes after so many steps; nothing "
-        "where a run had ended."
+        "Mean return of the last 100 training episodes, with actions that explore, "
+        "after so many steps; nothing where a run had ended."
     )
     return table(["", *(f"{step:,}" for step in steps)], cells, caption, runs)
 
@@ -276,6 +306,32 @@ def race(curves, steps, rows, name):
     """What runs reach after these steps, and a plot by steps and by hours."""
     text = after(curves, steps, rows)
     return text and f"{text}![Return over steps and hours](results/{name}.png)\n\n"
+
+
+def passes(curves, names, returns, step=None):
+    """When runs first reach returns, and what they have after a step, in a sentence."""
+    runs = [curves[name] for name in names if name in curves]
+    if not runs:
+        return ""
+
+    def between(values):
+        ends = (f"{x:,.0f}" for x in (min(values), max(values)))
+        return " to ".join(dict.fromkeys(ends))
+
+    parts = []
+    for x in returns:
+        if all((run.y >= x).any() for run in runs):
+            firsts = [np.argmax(run.y >= x) for run in runs]
+            part = f"{x} after {between([run.x[i] for run, i in zip(runs, firsts)])}"
+            parts.append(f"{part}{'' if parts else ' agent steps'}")
+            minutes = [run.seconds[i] / 60 for run, i in zip(runs, firsts)]
+    text = f"The mean return of the last 100 games passes {' and '.join(parts)}"
+    where = f"{between(minutes)} minutes"
+    if step is not None:
+        last = [run.y[run.x <= step][-1] for run in runs]
+        text += f" ({where}), and is {between(last)} after {step:,}"
+        where = f"{len(runs)} runs"
+    return f"{filled(f'{text} ({where}; {origin(runs)}).')}\n"
 
 
 # Documents and plots.
@@ -303,24 +359,31 @@ def write():
     for kind, *args in TABLES.values():
         if kind in ("grid", "beside"):
             plot(curves, args[0])
-        elif kind == "race":
+        elif kind == "race" and not curves.keys().isdisjoint(args[1].values()):
             plot_race(curves, *args[1:])
-    for name, (title, names) in PICTURES.items():
-        if len(runs := [curves[run] for run in names if run in curves]) > 1:
-            plot_mean(runs, title, name)
+    for name, (title, runs_of_label) in PICTURES.items():
+        found = {
+            label: [curves[name] for name in names if name in curves]
+            for label, names in runs_of_label.items()
+        }
+        if found := {label: runs for label, runs in found.items() if runs}:
+            plot_curves(found, title, name)
 
 
-def plot_mean(runs, title, name):
-    """Plots one curve of several runs, as torchbeast.plot does."""
+def plot_curves(curves, title, name):
+    """Plots {label: runs of this curve}, as torchbeast.plot does."""
     figure = Figure(figsize=(8.4, 4.8), layout="constrained")
     axes = figure.subplots()
-    draw(axes, {"": runs})
+    draw(axes, curves)
     axes.set(
-        xlabel="agent steps", ylabel="return, mean of the last 100 games", title=title
+        xlabel="agent steps",
+        ylabel="return, mean of the last 100 episodes",
+        title=title,
     )
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if sum(map(len, curves.values())) > 1:
+        axes.legend(fontsize="small")
     save(figure, name)
 
 
@@ -329,9 +392,9 @@ def plot_race(curves, rows, name):
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     by_steps, by_hours = figure.subplots(1, 2, sharey=True)
     for label, run in rows.items():
-        if (curve := curves.get(run)) is not None:
-            by_steps.plot(curve.x, curve.y, label=label)
-            by_hours.plot(curve.seconds / 3600, curve.y)
+        if run in curves:
+            by_steps.plot(curves[run].x, curves[run].y, label=label)
+            by_hours.plot(curves[run].seconds / 3600, curves[run].y)
     by_steps.set(xlabel="agent steps", ylabel="return")
     by_steps.xaxis.set_major_formatter(EngFormatter(sep=""))
     by_steps.legend(fontsize="small")

@@ -20,6 +20,7 @@ import pathlib
 import statistics
 import tempfile
 import time
+import traceback
 
 import numpy as np
 import torch
@@ -186,22 +187,32 @@ def main():
     found = {name: {} for name in flags.cases}
     for _ in range(flags.rounds):
         for name in flags.cases:
-            with tempfile.TemporaryDirectory() as savedir:
-                case = Case(name, device, savedir, more)
-                numbers = case.measure(flags.seconds)
-                case.learner.run.close()
-                if device.type == "cpu":
-                    numbers["loop"] = case.loop(flags.seconds)
-                    args = case.env_id, case.env_args, case.num_agents
-                    numbers["monobeast"] = monobeast(*args, flags.seconds)
-                    if name == "CartPole":
-                        args = "CartPole-v1", [], 1, flags.seconds
-                        numbers["monobeast, Gymnasium's"] = monobeast(*args)
+            try:
+                numbers = of_case(name, device, flags.seconds, more)
+            except (Exception, SystemExit):  # One that fails does not cost the others.
+                traceback.print_exc()
+                continue
             for key, x in numbers.items():
                 found[name].setdefault(key, []).append(x)
             print(name, {k: f"{x:,.0f}" for k, x in numbers.items()}, flush=True)
             medians = write(flags, more, device, found)  # So far.
     print(json.dumps(medians, indent=4))
+
+
+def of_case(name, device, seconds, more):
+    """Returns {way: steps per second} of a case."""
+    with tempfile.TemporaryDirectory() as savedir:
+        case = Case(name, device, savedir, more)
+        numbers = case.measure(seconds)
+        case.learner.run.close()
+        if device.type == "cpu":
+            numbers["loop"] = case.loop(seconds)
+            args = case.env_id, case.env_args, case.num_agents
+            numbers["monobeast"] = monobeast(*args, seconds)
+            if name == "CartPole":
+                args = "CartPole-v1", [], 1, seconds
+                numbers["monobeast, Gymnasium's"] = monobeast(*args)
+    return numbers
 
 
 def write(flags, more, device, found):

@@ -358,6 +358,8 @@ class PretendedGpus:
             return self.pin(result) if pin else result
         self.check_devices(function, name, args, on_gpu, on_host)
         index = max(on_gpu, key=torch.Tensor.dim).index if to is None else to
+        if name == "_foreach_copy_":
+            self.check_copies(*args[:2])
         if name in WAITS:
             self.wait(name, self.streams[index].record_event().seen)
         if "device" in kwargs:
@@ -413,6 +415,15 @@ class PretendedGpus:
         # (C++ makes tensors of numbers on the GPU that it takes to be the only one.)
         if len({x.index for x in on_gpu if x.dim() > 0 or not numbers}) > 1:
             raise RuntimeError(f"{name} of tensors on several GPUs: {where()}")
+
+    def check_copies(self, into, xs):
+        """Refuses what CUDA has no kernel for, and counts a launch each where strides
+        differ."""
+        for x in xs:
+            if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+                raise RuntimeError(f"_foreach_copy_ of {x.dtype}: {where()}")
+        if any(x.stride() != y.stride() for x, y in zip(xs, into)):
+            self.launches += len(xs) - 1 if self.graph is None else 0
 
     def copy(self, name, args, kwargs, to):
         """Copies between devices, and of other dtypes."""

@@ -32,8 +32,8 @@ ABILITIES = {
     "acrobot": ("Acrobot-v1", [], -100, 300_000),
     "pendulum": ("Pendulum-v1", [], -250, 400_000),
     "ppo_mixed": ("tests.envs:torchbeast/Mixed-v0", PPO, 0.65, 150_000),
-    "ppo_cartpole": ("CartPole-v1", PPO, 475, 500_000),
-    "ppo_acrobot": ("Acrobot-v1", PPO, -100, 500_000),
+    "ppo_cartpole": ("CartPole-v1", PPO, 475, 300_000),
+    "ppo_acrobot": ("Acrobot-v1", PPO, -100, 300_000),
     "ppo_pendulum": ("Pendulum-v1", PPO, -250, 400_000),
     "dqn_catch": (
         "tests.envs:torchbeast/Catch-v0", [*DQN, "--exploration_steps", 5000], 0.9,
@@ -41,6 +41,8 @@ ABILITIES = {
     ),
     "dqn_cartpole": ("CartPole-v1", DQN, 475, 300_000),
     "dqn_acrobot": ("Acrobot-v1", DQN, -100, 300_000),
+    "r2d2_cartpole": ("CartPole-v1", ["--agent", "r2d2"], 475, 300_000),
+    "r2d2_acrobot": ("Acrobot-v1", ["--agent", "r2d2"], -110, 300_000),
     "r2d2_memory": (
         "tests.envs:torchbeast/Memory-v0", ["--agent", "r2d2"], 0.8, 200_000
     ),
@@ -94,6 +96,8 @@ SLOW = [
     ("cartpole", "actors"),
     ("memory", "serial"),
     ("pqn_catch", "serial"),
+    ("r2d2_masked", "actors"),
+    ("sac_target", "serial"),
 ]
 
 

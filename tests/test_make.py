@@ -113,6 +113,13 @@ def test_environment_that_cannot_be_made_says_why_in_one_line(monkeypatch, error
     assert "\n" not in str(raised.value)
 
 
+def test_an_argument_that_gymnasium_has_itself_is_explained(monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec("Id-v0", entry_point=lambda id: None)
+    monkeypatch.setitem(gymnasium.registry, "Id-v0", spec)
+    with pytest.raises(BadInput, match="has an argument 'id' of its own: register a"):
+        environment.make("Id-v0", 1, id="x")
+
+
 def test_module_that_does_not_exist_is_named():
     with pytest.raises(ValueError, match="no_such_module"):
         environment.make("no_such_module:Some-v0")

@@ -1,5 +1,6 @@
 """Objects of the old Gym API."""
 
+import collections
 import functools
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ from tests.test_environment import Old, OldScript, Script, play, random_actions
 from tests.test_spaces import Sampler, at
 from torchbeast.environment import Environment, make
 from torchbeast.messages import BadInput
-from torchbeast.old_gym import OldGym
+from torchbeast.old_gym import OldGym, as_space
 from torchbeast.seeds import derive_seed
 
 
@@ -160,6 +161,14 @@ def test_an_object_of_the_old_api_may_return_no_info_and_have_no_signature():
 
     step = play(Environment(Builtin(0)), [[0]])[1]
     assert step["terminated"] and not step["truncated"]
+
+
+def test_spaces_may_be_called_so():
+    """Crafter's are, where there is no gym."""
+    names = "low", "high", "shape", "dtype"
+    box = collections.namedtuple("BoxSpace", names)(0, 255, (8, 8, 3), np.uint8)
+    assert as_space(box) == spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    assert as_space(collections.namedtuple("DiscreteSpace", "n")(4)).n == 4
 
 
 def test_unsupported_old_space_is_named():

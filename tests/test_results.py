@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks import results, tables
+from benchmarks import results, sb3, tables
 from benchmarks.experiments import EXPERIMENTS, TABLES
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
@@ -75,8 +75,11 @@ def test_each_program_parses_the_commands_of_its_experiments():
     for x in EXPERIMENTS.values():
         program, *argv = x.command(7)
         agent = argv[argv.index("--agent") + 1] if "--agent" in argv else "polybeast"
-        parser = importlib.import_module(program).program_parser(agent)
-        flags = parse_args(parser, argv)
+        if program == "benchmarks.sb3":
+            flags = sb3.parser().parse_args(argv)
+        else:
+            parser = importlib.import_module(program).program_parser(agent)
+            flags = parse_args(parser, argv)
         assert (flags.total_steps, flags.seed) == (x.total_steps, 7)
 
 
@@ -225,8 +228,12 @@ def test_patterns_name_experiments_runs_and_groups():
     assert names("mujoco/TD3") == [f"td3-halfcheetah-{i}" for i in (1, 2, 3)] + [
         f"td3-hopper-{i}" for i in (1, 2, 3)
     ]
+    assert {"impala-pong-2", "rainbow-pong-1", "a2c-pong-1"} < {*names("pong")}
+    assert not any("breakout" in name for name in names("pong"))
     assert len(names()) == sum(len(x.seeds) for x in EXPERIMENTS.values())
-    with pytest.raises(BadInput, match="'nonsense' is no experiment, run or group"):
+    with pytest.raises(
+        BadInput, match="'nonsense' is no experiment, run, environment or group"
+    ):
         names("pqn-*", "nonsense")
 
 
@@ -281,16 +288,21 @@ def test_returns_after_steps_and_steps_until_returns(tmp_path, folder):
 
 
 def test_experiments_stand_beside_what_is_published_of_them():
-    def run(end, seconds=5400):
-        record = dict(finished=True, seconds=seconds, machine="m", date="2026-11-25")
+    def run(end, seconds=5400, env="x"):
+        command = f"python -m monobeast --env {env}"
+        record = dict(finished=True, seconds=seconds, machine="m", date="2026-11-25",
+                      command=command)  # fmt: skip
         return types.SimpleNamespace(y=[0, end], record=record)
 
-    ends = dict(qbert=4068, seaquest=1721, beamrider=363.9, spaceinvaders=1668.7)
+    ends = dict(qbert=4068, seaquest=1721, beamrider=363.9, spaceinvaders=1668.7,
+                phoenix=7242.6, breakout=1.7)  # fmt: skip
     curves = {f"impala-{game}-1": run(end) for game, end in ends.items()}
-    curves["impala-phoenix-1"] = run(7242.6)
-    curves |= {"impala-pong-1": run(21.0), "impala-pong-2": run(11.0, seconds=1800)}
+    curves["impala-breakout-10m-1"] = run(1000)
+    pong = "PongNoFrameskip-v4"
+    curves["impala-pong-1"] = run(21.0, env=pong)
+    curves["impala-pong-2"] = run(11.0, seconds=1800, env=pong)
     text = tables.beside(curves, "atari")
-    rows = [row for row in text.splitlines() if "Qbert" in row or "Pong" in row]
+    rows = [row for row in text.splitlines() if "| Qbert" in row or "| Pong" in row]
     # A human's (4068 - 163.9) / (13455 - 163.9) is 0.29, and (16 + 20.7) / 35.3 1.04.
     assert rows == [
         "| Pong | IMPALA | 1,000,000 | 16.0 ± 5.00 (2); 104% | 1.00 | "
@@ -298,14 +310,37 @@ def test_experiments_stand_beside_what_is_published_of_them():
         "| Qbert | IMPALA | 3,000,000 | 4,068 (1); 29% | 1.50 | "
         "4,068 (RLlib, 10,000,000 steps) |",
     ]
-    # Scores are 29, 3.9, 0, 100 and 100%. Of five the middle ones are three: 29, 3.9
-    # and 100. Without the last, the middle ones are 29 and 3.9; of those published,
-    # 29, 3.9, 10 and 38%, they are 29 and 10.
+    # Scores are 0, 0, 3.9, 29, 90, 100, 100 and 118%, the middle ones 3.9 to 100. One
+    # of 100 is Phoenix's, which RL Zoo has not: the middle ones are then 0 to 100, and
+    # of theirs, 3.9, 15, 28, 31, 108 and 966%, 15 to 108.
     text = " ".join(text.split())
-    assert "5 games) the interquartile mean of human-normalised scores is 44%" in text
-    assert "On the 4 games with a published return it is 17%" in text
-    assert "that of the published returns 20%." in text
-    assert "1 games" not in text and "2 games" not in text
+    assert (
+        "IMPALA's interquartile mean of human-normalised scores over 7 games (steps: "
+        "3,000,000; Pong: 1,000,000) is 56% (95% interval "
+    ) in text
+    peer = "On the 6 that are published of RL Zoo's A2C, 10,000,000 steps, it is 45% ("
+    assert peer in text and "%), theirs 46%." in text
+    assert "Of Atari: actions are not sticky" in text and "MinAtar" not in text
+
+
+def test_a_sentence_says_when_runs_pass_returns(tmp_path, folder):
+    curves = curves_of(tmp_path, [100, 200])
+    names = [f"impala-cartpole-{seed}" for seed in (1, 2, 3)]
+    text = tables.passes(curves, names, (0, 100, 150), 299_999)
+    assert " ".join(text.split()) == (
+        "The mean return of the last 100 games passes 0 after 100,000 agent steps and "
+        "100 after 300,000 (50 minutes), and is 0 after 299,999 (2 runs; 25 November "
+        "2026, on 2 cores of EPYC, bfloat16)."
+    )
+    text = tables.passes(curves, names[:1], (0,))
+    assert "steps (17 minutes; 25 November" in text
+
+
+def test_what_was_not_run_has_a_row_where_that_is_asked_for(tmp_path, folder):
+    curves = curves_of(tmp_path, [100])
+    rows = tables.beside(curves, "matrix", True).splitlines()
+    assert "| CartPole-v1 | PPO | 300,000 | not run | not run |  |" in rows
+    assert not any("not run" in row for row in tables.beside(curves, "matrix"))
 
 
 def test_documents_and_pictures_are_written(tmp_path, folder, monkeypatch):
@@ -319,15 +354,19 @@ def test_documents_and_pictures_are_written(tmp_path, folder, monkeypatch):
     document = tmp_path / "x.md"
     document.write_text("".join(f"<!-- table: {x} -->\n<!-- end -->\n" for x in "abc"))
     monkeypatch.setattr(tables, "DOCUMENTS", [document])
-    both = "Two runs", ["impala-cartpole-1", "impala-cartpole-2"]
-    one = "One run", ["impala-cartpole-1", "impala-cartpole-9"]
-    monkeypatch.setattr(tables, "PICTURES", {"mean": both, "none": one})
+    both = "Two runs", {"": ["impala-cartpole-1", "impala-cartpole-2"]}
+    one = "One run", {"x": ["impala-cartpole-1"], "y": ["impala-cartpole-9"]}
+    none = "None", {"": ["impala-cartpole-9"]}
+    pictures = {"mean": both, "one": one, "none": none}
+    monkeypatch.setattr(tables, "PICTURES", pictures)
     drawn = {}
     monkeypatch.setattr(tables, "save", lambda f, name: drawn.update({name: f}))
     tables.write()
     text = document.read_text()
     assert "(results/raced.png)" in text and "250 ± 104 (3) | 0.83 |" in text
-    assert drawn.keys() == {"matrix-curves", "raced", "mean"}
+    assert drawn.keys() == {"matrix-curves", "raced", "mean", "one"}
+    [axes] = drawn["one"].axes
+    assert axes.lines[0].get_ydata()[-1] == 100
     [axes] = drawn["mean"].axes
     assert axes.get_title() == "Two runs" and axes.lines[0].get_ydata()[-1] == 150
     by_steps, by_hours = drawn["raced"].axes

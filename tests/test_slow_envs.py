@@ -146,6 +146,10 @@ def test_programs_tell(module, who, tmp_path):
     need = "; the first rollouts need 40 steps: .*"
     for what in (waits, f"{who}: {waits}{need}", f"{who}: {steps}{need}"):
         assert re.search(rf"^\[.{{8}}\] {what}$", result.stderr, re.M), result.stderr
+    test = "--savedir", tmp_path, "--mode", "test", "--num_test_episodes", 1
+    result = run(*test, module=module)
+    assert result.returncode == 0, result.stderr
+    assert re.search(rf"\] ({waits}|{steps})$", result.stderr, re.M), result.stderr
 
 
 def test_environments_are_made_while_another_thread_imports_torch(monkeypatch):

@@ -206,10 +206,14 @@ class ReplayAgent(agents.Agent):
             if not left:
                 k = min(1 + self.credit.num_due(size), most)
                 batch, items = self.replay.sample(num, batches=k)
+                parts = map_structure(
+                    lambda x, k=k: x.unflatten(1, (k, num)).transpose(0, 1), batch
+                )
+                # Of the strides of one batch, as those of a graph.
+                parts = map_structure(torch.Tensor.contiguous, parts)
                 for i in range(k):
-                    part = slice(i * num, (i + 1) * num)
-                    of_one = map_structure(lambda x, part=part: x[:, part], batch)
-                    left.append((of_one, items[part]))
+                    of_one = map_structure(lambda x, i=i: x[i], parts)
+                    left.append((of_one, items[i * num : (i + 1) * num]))
             yield left.pop()
 
     def gradient_step(self, batch, items):

@@ -188,15 +188,23 @@ class Lazy(MutableMapping, dict):
         return dict.__iter__(self)
 
 
+# CUDA's _foreach_copy_() has no kernel for these (PyTorch 2.13).
+NO_FOREACH = torch.uint16, torch.uint32, torch.uint64
+
+
 def copy_into(nest, into):
     """Copies a nest's tensors into those of another on the same device, all of a dtype
-    in one launch."""
+    in one launch if their strides are the same."""
     by_dtype = {}
     map_structure(
         lambda x, y: by_dtype.setdefault(x.dtype, []).append((y, x)), nest, into
     )
-    for pairs in by_dtype.values():
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+    for dtype, pairs in by_dtype.items():
+        if dtype in NO_FOREACH:
+            for y, x in pairs:
+                y.copy_(x)
+        else:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
 def to_device(nest, device):

@@ -86,7 +86,7 @@ def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
     kwargs: given to the constructor.
 
     Raises BadInput, one line with close matches, if there is no such environment, if it
-    needs a package that is not there, or if it cannot be made with these arguments.
+    needs a package that is not there, or if it does not take these arguments.
     """
     if render_mode:
         kwargs["render_mode"] = render_mode

@@ -40,6 +40,9 @@ def not_made(error, env_id, render_mode, caller):
         text += f" ({file}:{line})"
     elif "unexpected keyword" in text and of_registry:
         text += f": expected {arguments(gymnasium.spec(name))}"
+    elif "multiple values for argument 'id'" in text:
+        text = "gymnasium.make() has an argument 'id' of its own: register a function "
+        text += "that takes it by another name"
     elif "argument" in text:
         text += ": give its arguments by --env_args NAME=VALUE"
     elif "pettingzoo" in text:

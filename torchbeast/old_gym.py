@@ -86,11 +86,11 @@ class OldGym(gymnasium.Env):
 
 
 def as_space(space) -> spaces.Space:
-    """Converts a space of the old Gym API, by its class's name: gym need not be
-    installed."""
+    """Converts a space of the old Gym API, by its class's name, Box or BoxSpace: gym
+    need not be installed."""
     if isinstance(space, spaces.Space):
         return space
-    name = type(space).__name__
+    name = type(space).__name__.removesuffix("Space")
     if name == "Box":
         return spaces.Box(space.low, space.high, space.shape, space.dtype)
     if name == "Discrete":

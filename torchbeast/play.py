@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torchbeast import checkpoint, rollouts, run, seeds, versus
-from torchbeast.calls import create
+from torchbeast.calls import create, tell_slow
 from torchbeast.environment import first_step
 from torchbeast.files import locked_directory, write_atomically
 from torchbeast.flags import agent_parser
@@ -40,8 +40,10 @@ def test(flags, create_env):
     if flags.opponent is not None:
         policy = against(flags, env, agent)
     returns, lengths = [], []
+    told = tell_slow(0 if flags.opponent == "human" else math.inf)
     try:
         for episode_return, length in episodes(flags, env, policy):
+            told.set()  # The first one has ended.
             returns.append(episode_return)
             lengths.append(length)
             print(
@@ -49,6 +51,7 @@ def test(flags, create_env):
                 flush=True,
             )
     finally:  # After Ctrl-C, too.
+        told.set()
         env.close()
         if returns:
             report(flags, path, saved["step"], returns, lengths, env.take_metrics())
