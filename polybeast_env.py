@@ -39,7 +39,7 @@ def environment_parser() -> argparse.ArgumentParser:
     g.add_argument("--env_args", nargs="*", type=environment.argument, default=[],
                    metavar="NAME=VALUE", help="arguments of the environment's "
                    "constructor: Python's values, such as 3, True or [1, 2], or else "
-                   "texts; \"n='3'\" is the text 3 (default: none)")
+                   "strings; \"n='3'\" is the string 3 (default: none)")
     g.add_argument("--sticky_actions", type=number(float, 0, 1), metavar="P",
                    help="Atari: probability that the last action is repeated "
                    "(default: as the environment is registered)")

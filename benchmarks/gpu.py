@@ -180,7 +180,7 @@ def pong(seconds):
 
 def learn_pong(args, timeout_s=165):
     """Trains until the mean return is 20, or for so long."""
-    with tempfile.TemporaryDirectory() as savedir:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as savedir:
         args = [*PONG, *args, "--savedir", savedir, "--xpid", "x"]
         args += ["--disable_checkpoint", "--total_steps", "3000000"]
         process = subprocess.Popen(throughput.command("polybeast", args), cwd=ROOT)
@@ -206,6 +206,7 @@ def learn_pong(args, timeout_s=165):
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
     return [*curve.values(), end]
 
 

@@ -68,8 +68,9 @@ def selected(patterns):
     for experiment in EXPERIMENTS.values():
         for run, seed in experiment.runs().items():
             of_agent = (f"{x}/{experiment.agent}" for x in experiment.groups)
-            env = experiment.env.lower()
-            names = experiment.name, run, env, *experiment.groups, *of_agent
+            env = experiment.env.partition(" `")[0]
+            names = {experiment.name, run, env, env.lower(), *experiment.groups}
+            names = [*names, *of_agent]
             found = {p for p in patterns or "*" if fnmatch.filter(names, p)}
             used |= found
             if found:

@@ -5,14 +5,15 @@ elsewhere with its own defaults (PPO's are CleanRL's for MuJoCo).
     python -m benchmarks.sb3 --algorithm a2c --env BreakoutNoFrameskip-v4
 
 A yardstick: nothing imports it. The run's directory has meta.json and logs.csv as
-torchbeast.plot reads them, with a line for each game; steps are agent steps of four
-frames.
+torchbeast.plot reads them, with a line for each step that ends games; steps are agent
+steps of four frames. The same command again goes on, on Atari, where it last saved.
 """
 
 import argparse
 import csv
 import json
 import pathlib
+import statistics
 import sys
 import time
 
@@ -31,14 +32,14 @@ def is_atari(env_id):
 
 
 def parser():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     p.add_argument("--algorithm", choices=("a2c", "ppo", "sac", "td3"), required=True)
     p.add_argument("--env", required=True)
     p.add_argument("--total_steps", type=int, default=3_000_000)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--num_threads", type=int, default=1)
     p.add_argument("--savedir", type=pathlib.Path, default="~/logs/sb3")
-    p.add_argument("--xpid", default="latest")
+    p.add_argument("--xpid", help="default: ALGORITHM-ENV-SEED")
     return p
 
 
@@ -85,8 +86,8 @@ def make_model(algorithm, env_id, seed, saved):
 
 
 def game_log(file, seconds, total_steps, saved):
-    """Returns what Stable-Baselines3 calls after each step: it writes a line for each
-    game, saves now and then, and ends the run after a number of steps.
+    """Returns what Stable-Baselines3 calls after each step: it writes a line for the
+    games that have ended, saves now and then, and ends the run after a number of steps.
 
     seconds: how long sessions before this one took.
     """
@@ -97,10 +98,11 @@ def game_log(file, seconds, total_steps, saved):
     def after_step(names, _):
         nonlocal saved_at
         model, now = names["self"], time.monotonic()
-        for info in names["infos"]:
-            if "episode" in info:
-                game, elapsed = info["episode"], round(now - began_at, 1)
-                writer.writerow((model.num_timesteps, elapsed, 1, game["r"], game["l"]))
+        games = [info["episode"] for info in names["infos"] if "episode" in info]
+        if games:
+            means = [statistics.fmean(game[key] for game in games) for key in "rl"]
+            elapsed = round(now - began_at, 1)
+            writer.writerow((model.num_timesteps, elapsed, len(games), *means))
         if now - saved_at > SAVE_EVERY_S:
             saved_at = now
             model.save(saved)
@@ -115,11 +117,13 @@ def main():
     if flags.algorithm not in (("a2c", "ppo") if is_atari(flags.env) else NUMBERS):
         p.error(f"--algorithm {flags.algorithm}: there are no settings for {flags.env}")
     torch.set_num_threads(flags.num_threads)
-    out = flags.savedir.expanduser() / flags.xpid
+    name = flags.xpid or f"{flags.algorithm}-{flags.env}-{flags.seed}"
+    out = flags.savedir.expanduser() / name
     out.mkdir(parents=True, exist_ok=True)
     saved, path = out / "model.zip", out / "logs.csv"
     model, seconds = make_model(flags.algorithm, flags.env, flags.seed, saved), 0
-    if saved.exists():
+    goes_on = model.num_timesteps > 0
+    if goes_on:
         rows = [r for r in logs.read(path) if r["step"] <= model.num_timesteps]
         seconds = rows[-1]["seconds"] if rows else 0
     else:
@@ -132,7 +136,7 @@ def main():
         model.learn(
             SCHEDULE_STEPS - model.num_timesteps,
             callback=game_log(file, seconds, flags.total_steps, saved),
-            reset_num_timesteps=not saved.exists(),
+            reset_num_timesteps=not goes_on,
         )
 
 

@@ -42,8 +42,8 @@ PROTOCOLS = {  # What runs have in common in whose commands these words are.
     "begins with up to 30 no-ops; a lost life ends an episode for learning only; "
     "returns are of whole games.",
     "MinAtar/": "MinAtar is 1.0.15: the last action is repeated with a probability of "
-    "0.1, games become more difficult, and -v1 has only those actions that a game "
-    "needs.",
+    "0.1, Asterix, Seaquest and SpaceInvaders become more difficult, and -v1 has only "
+    "those actions that a game needs.",
 }
 MARKED = re.compile(r"^(<!-- table: (\S+) -->\n).*?^(<!-- end -->)$", re.M | re.S)
 
@@ -119,8 +119,11 @@ def origin(runs):
     records = [run.record for run in runs]
     machines = "; ".join(sorted({record["machine"] for record in records}))
     days = sorted(datetime.date.fromisoformat(record["date"]) for record in records)
-    days = dict.fromkeys(f"{d.day} {d:%B %Y}" for d in (days[0], days[-1]))
-    return f"{' to '.join(days)}, on {machines}"
+    first, last = (f"{day.day} {day:%B %Y}" for day in (days[0], days[-1]))
+    if first != last:  # 3 to 5 November 2026.
+        month = f" {days[-1]:%B %Y}"
+        last = f"{first.removesuffix(month)} to {last}"
+    return f"{last}, on {machines}"
 
 
 def filled(text):
@@ -311,8 +314,7 @@ def race(curves, steps, rows, name):
 def passes(curves, names, returns, step=None):
     """When runs first reach returns, and what they have after a step, in a sentence."""
     runs = [curves[name] for name in names if name in curves]
-    if not runs:
-        return ""
+    runs = [run for run in runs if run.record["steps"] >= (step or 0)]
 
     def between(values):
         ends = (f"{x:,.0f}" for x in (min(values), max(values)))
@@ -320,11 +322,13 @@ def passes(curves, names, returns, step=None):
 
     parts = []
     for x in returns:
-        if all((run.y >= x).any() for run in runs):
+        if runs and all((run.y >= x).any() for run in runs):
             firsts = [np.argmax(run.y >= x) for run in runs]
             part = f"{x} after {between([run.x[i] for run, i in zip(runs, firsts)])}"
             parts.append(f"{part}{'' if parts else ' agent steps'}")
             minutes = [run.seconds[i] / 60 for run, i in zip(runs, firsts)]
+    if not parts:
+        return ""
     text = f"The mean return of the last 100 games passes {' and '.join(parts)}"
     where = f"{between(minutes)} minutes"
     if step is not None:

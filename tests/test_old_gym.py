@@ -163,7 +163,7 @@ def test_an_object_of_the_old_api_may_return_no_info_and_have_no_signature():
     assert step["terminated"] and not step["truncated"]
 
 
-def test_spaces_may_be_called_so():
+def test_an_old_box_may_be_called_box_space():
     """Crafter's are, where there is no gym."""
     names = "low", "high", "shape", "dtype"
     box = collections.namedtuple("BoxSpace", names)(0, 255, (8, 8, 3), np.uint8)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import results, sb3, tables
 from benchmarks.experiments import EXPERIMENTS, TABLES
+from torchbeast import logs
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 
@@ -194,11 +195,39 @@ def test_files_that_matter_are_those_of_program_agent_and_environment(
     assert changed("pqn-cartpole") == common | {"pqn.py"}
     assert changed("impala-minatar-asterix") == common | {"examples/minatar/env.py"}
     assert changed("ppo-pong", "HEAD") == set()
+    assert changed("sb3-ppo-qbert") == set()
     with pytest.raises(OSError):
         changed("ppo-pong", "0" * 40)
 
 
 # What is run.
+
+
+def test_a_run_of_stable_baselines3_goes_on_where_it_saved(tmp_path, monkeypatch):
+    class Model:
+        def __init__(self, steps):
+            self.num_timesteps = steps
+
+        def learn(self, num_steps, callback, reset_num_timesteps):
+            assert reset_num_timesteps == (self.num_timesteps == 0)
+            going = True
+            while going:
+                self.num_timesteps += 16
+                games = [{"episode": dict(r=r, l=9)} for r in (5.0, 7.0)]
+                going = callback(dict(self=self, infos=[*games, {}]), {})
+
+    flags = ["--algorithm", "ppo", "--env", "QbertNoFrameskip-v4", "--seed", "2"]
+    for saved, end in (0, 48), (16, 64):
+        monkeypatch.setattr(sb3, "make_model", lambda *_, saved=saved: Model(saved))
+        words = ["sb3", *flags, "--total_steps", str(end), "--savedir", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", words)
+        sb3.main()
+    [run] = tmp_path.iterdir()
+    rows = logs.read(run / "logs.csv")
+    assert [row["step"] for row in rows] == [16, 32, 48, 64]
+    assert all((row["episodes"], row["episode_return"]) == (2, 6) for row in rows)
+    meta = json.loads((run / "meta.json").read_text())
+    assert meta["flags"]["command"][-3:] == ["48", "--savedir", str(tmp_path)]
 
 
 def test_what_is_missing_is_run(tmp_path, folder, monkeypatch):
@@ -228,7 +257,8 @@ def test_patterns_name_experiments_runs_and_groups():
     assert names("mujoco/TD3") == [f"td3-halfcheetah-{i}" for i in (1, 2, 3)] + [
         f"td3-hopper-{i}" for i in (1, 2, 3)
     ]
-    assert {"impala-pong-2", "rainbow-pong-1", "a2c-pong-1"} < {*names("pong")}
+    assert {"impala-pong-2", "impala-pong-sticky-1", "a2c-pong-1"} < {*names("pong")}
+    assert names("Pong") == names("pong")
     assert not any("breakout" in name for name in names("pong"))
     assert len(names()) == sum(len(x.seeds) for x in EXPERIMENTS.values())
     with pytest.raises(
@@ -332,6 +362,8 @@ def test_a_sentence_says_when_runs_pass_returns(tmp_path, folder):
         "100 after 300,000 (50 minutes), and is 0 after 299,999 (2 runs; 25 November "
         "2026, on 2 cores of EPYC, bfloat16)."
     )
+    assert tables.passes(curves, names, (201,)) == ""
+    assert tables.passes(curves, names, (0,), 300_001) == ""
     text = tables.passes(curves, names[:1], (0,))
     assert "steps (17 minutes; 25 November" in text
 
