@@ -25,6 +25,7 @@ from torch.autograd import DeviceType  # noqa: E402
 
 from benchmarks import limit, throughput  # noqa: E402
 from torchbeast import logs, machine  # noqa: E402
+from torchbeast.files import write_atomically  # noqa: E402
 
 PONG = ["--env", "PongNoFrameskip-v4"]
 PENDULUM = ["--env", "Pendulum-v1"]
@@ -237,18 +238,12 @@ def main():
     for part in options.parts:
         for name, function in PARTS[part](options.seconds):
             results.setdefault(part, {})[name] = x = attempt(function)
-            write(path, results)  # So far.
+            text = json.dumps(results, indent=1) + "\n"
+            write_atomically(path, text.encode())  # So far.
             if isinstance(x, dict):
                 x = x.get("steps_per_second", str(x))
             text = f"{x:,.1f}" if isinstance(x, float) else x
             print(f"{part}, {name}: {text}")
-
-
-def write(path, results):
-    """Writes the file, which is whole whenever this process is killed."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(new, path)
 
 
 def attempt(function):

@@ -69,8 +69,8 @@ def selected(patterns):
         for run, seed in experiment.runs().items():
             of_agent = (f"{x}/{experiment.agent}" for x in experiment.groups)
             env = experiment.env.partition(" `")[0]
-            names = {experiment.name, run, env, env.lower(), *experiment.groups}
-            names = [*names, *of_agent]
+            of_env = env, env.lower()
+            names = experiment.name, run, *of_env, *experiment.groups, *of_agent
             found = {p for p in patterns or "*" if fnmatch.filter(names, p)}
             used |= found
             if found:

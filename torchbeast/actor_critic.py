@@ -206,11 +206,11 @@ class ReplayAgent(agents.Agent):
             if not left:
                 k = min(1 + self.credit.num_due(size), most)
                 batch, items = self.replay.sample(num, batches=k)
+                # Each of the strides of a batch alone, as a graph's inputs.
                 parts = map_structure(
-                    lambda x, k=k: x.unflatten(1, (k, num)).transpose(0, 1), batch
+                    lambda x: x.unflatten(1, (-1, num)).transpose(0, 1).contiguous(),
+                    batch,
                 )
-                # Of the strides of one batch, as those of a graph.
-                parts = map_structure(torch.Tensor.contiguous, parts)
                 for i in range(k):
                     of_one = map_structure(lambda x, i=i: x[i], parts)
                     left.append((of_one, items[i * num : (i + 1) * num]))
