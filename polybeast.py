@@ -28,7 +28,7 @@ import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, devices, ranks, replay, rollouts, seeds
-from torchbeast.environment import probe
+from torchbeast.environment import probe, with_arguments
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
@@ -396,7 +396,8 @@ def train_with_streams(core, flags, sources, servers, env, step, learner, signal
     threads.add("actors", lambda: streams.run(actors))
     threads.add("inference", infer)
     threads.add("learner", learn, devices.num_learner_cores(learner.agent, flags))
-    watched = streams.Streams(actors, flags, env.name, servers)
+    name = with_arguments(env.name, flags.env_args)
+    watched = streams.Streams(actors, flags, name, servers)
     learner.start(actors.stage_seconds, watched.take_metrics)
     with watched.reporting(learner):
         threads.run(signals, end, watched.check)

@@ -4,15 +4,13 @@ Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
 Actor-Learner Architectures", arXiv 1802.01561: section 4.1 (V-trace), section 4.2
 (the losses), remark 1 (the recursion), remark 2 (lambda), table D.1 (constants).
 
-Everything is time-major. T is the number of transitions, B the batch size, A the
-number of actions. Index s is about the action taken on observation x_s: rewards[s] and
-discounts[s] belong to the transition from x_s to x_{s+1}, and x_T is the observation
-that bootstrap_value is the value of.
+Everything is time-major. T is the number of transitions, B the batch size. Index s is
+about the action taken on observation x_s: rewards[s] and discounts[s] belong to the
+transition from x_s to x_{s+1}, and x_T is the observation that bootstrap_value is the
+value of.
 
-compute_losses() and from_log_probs() take log-probabilities, so actions may be of any
-kind (torchbeast/distributions.py has policies over them). from_logits() is for softmax
-policies, whose action is one integer, [T, B] with logits [T, B, A], or D of them,
-[T, B, D] with logits [T, B, D, A]: the log-probability is then a sum over D.
+compute_losses() takes log-probabilities, or log-densities, so actions may be of any
+kind (torchbeast/distributions.py has policies over them).
 
 `mask` is False where a transition is not real because x_s was the last observation of
 an episode and x_{s+1} is the first of the next: no delta, no trace, no loss there.
@@ -26,7 +24,6 @@ import torch
 from torch import Tensor
 
 REDUCTIONS = ("sum", "mean")
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class VTraceReturns(NamedTuple):
@@ -34,97 +31,12 @@ class VTraceReturns(NamedTuple):
     pg_advantages: Tensor  # [T, B] advantage_s of from_importance_weights().
 
 
-class VTraceFromLogitsReturns(NamedTuple):
-    vs: Tensor  # [T, B]
-    pg_advantages: Tensor  # [T, B]
-    log_rhos: Tensor  # [T, B] log pi(a|x) - log mu(a|x).
-    behavior_action_log_probs: Tensor  # [T, B] log mu(a|x).
-    target_action_log_probs: Tensor  # [T, B] log pi(a|x).
-
-
 class Losses(NamedTuple):
     total: Tensor  # [] pg + baseline_cost * baseline + entropy_cost * entropy.
     pg: Tensor  # []
     baseline: Tensor  # [] without its cost.
     entropy: Tensor  # [] without its cost: minus the policy's entropy.
-    vtrace: VTraceFromLogitsReturns
-
-
-def action_log_probs(
-    policy_logits: Tensor,  # [T, B, A] or [T, B, D, A], floating point.
-    actions: Tensor,  # [T, B] or [T, B, D], integers in [0, A).
-) -> Tensor:  # [T, B]
-    """Log-probability of each action under the softmax of its logits."""
-    _check_float("policy_logits", policy_logits)
-    if policy_logits.ndim not in (3, 4):
-        raise ValueError(
-            f"policy_logits has shape {tuple(policy_logits.shape)}, expected [T, B, A] "
-            "or [T, B, D, A]"
-        )
-    if actions.dtype not in INTEGERS:
-        raise ValueError(f"actions has dtype {actions.dtype}, expected an integer one")
-    if actions.shape != policy_logits.shape[:-1]:
-        raise ValueError(
-            f"actions has shape {tuple(actions.shape)}, expected that of policy_logits "
-            f"without its last dimension, {tuple(policy_logits.shape[:-1])}"
-        )
-    log_policy = policy_logits.log_softmax(-1)
-    chosen = log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
-    return chosen.flatten(2).sum(-1) if chosen.ndim > 2 else chosen
-
-
-def from_logits(
-    behavior_policy_logits: Tensor,  # [T, B, (D,) A] of mu, which chose the actions.
-    target_policy_logits: Tensor,  # [T, B, (D,) A] of pi, which is learned.
-    actions: Tensor,  # [T, B, (D)]
-    discounts: Tensor,  # [T, B]
-    rewards: Tensor,  # [T, B]
-    values: Tensor,  # [T, B]
-    bootstrap_value: Tensor,  # [B]
-    mask: Tensor | None = None,  # [T, B] bool
-    **thresholds: Any,  # from_importance_weights() has them.
-) -> VTraceFromLogitsReturns:
-    """V-trace for softmax policies. The arguments of from_importance_weights, with
-    log_rhos computed from both policies' logits."""
-    _check_like(
-        "behavior_policy_logits", behavior_policy_logits,
-        target_policy_logits, "target_policy_logits",
-    )  # fmt: skip
-    return from_log_probs(
-        behavior_log_probs=action_log_probs(behavior_policy_logits, actions),
-        target_log_probs=action_log_probs(target_policy_logits, actions),
-        discounts=discounts,
-        rewards=rewards,
-        values=values,
-        bootstrap_value=bootstrap_value,
-        mask=mask,
-        **thresholds,
-    )
-
-
-def from_log_probs(
-    behavior_log_probs: Tensor,  # [T, B] log mu(a|x), of the policy that acted.
-    target_log_probs: Tensor,  # [T, B] log pi(a|x), of the one that is learned.
-    discounts: Tensor,  # [T, B]
-    rewards: Tensor,  # [T, B]
-    values: Tensor,  # [T, B]
-    bootstrap_value: Tensor,  # [B]
-    mask: Tensor | None = None,  # [T, B] bool
-    **thresholds: Any,  # from_importance_weights() has them.
-) -> VTraceFromLogitsReturns:
-    """V-trace for any policy and any kind of action: it needs only the actions'
-    log-probabilities, or log-densities."""
-    _check_float("target_log_probs", target_log_probs)
-    _check_like(
-        "behavior_log_probs", behavior_log_probs, target_log_probs, "target_log_probs"
-    )
-    log_rhos = target_log_probs.detach() - behavior_log_probs.detach()
-    returns = from_importance_weights(
-        log_rhos, discounts, rewards, values, bootstrap_value, mask, **thresholds
-    )
-    return VTraceFromLogitsReturns(
-        *returns, log_rhos, behavior_log_probs, target_log_probs
-    )
+    vtrace: VTraceReturns
 
 
 @torch.no_grad()
@@ -229,22 +141,20 @@ def compute_losses(
     arXiv 1707.06347): a positive one if pi / mu > 1 + epsilon, a negative one if it is
     below 1 - epsilon.
     """
-    returns = from_log_probs(
-        behavior_log_probs=behavior_log_probs,
-        target_log_probs=target_log_probs,
-        discounts=discounts,
-        rewards=rewards,
-        values=values,
-        bootstrap_value=bootstrap_value,
-        mask=mask,
-        **thresholds,
+    _check_float("target_log_probs", target_log_probs)
+    for name, x in dict(
+        behavior_log_probs=behavior_log_probs, target_entropies=target_entropies
+    ).items():
+        _check_like(name, x, target_log_probs, "target_log_probs")
+    log_rhos = target_log_probs.detach() - behavior_log_probs.detach()
+    returns = from_importance_weights(
+        log_rhos, discounts, rewards, values, bootstrap_value, mask, **thresholds
     )
-    _check_like("target_entropies", target_entropies, returns.log_rhos, "log_rhos")
-    log_probs, advantages = returns.target_action_log_probs, returns.pg_advantages
+    advantages = returns.pg_advantages
     if ratio_clipping > 0:
-        change = (returns.log_rhos.exp() - 1) * advantages.sign()
+        change = (log_rhos.exp() - 1) * advantages.sign()
         advantages = _where(change <= ratio_clipping, advantages)
-    pg_loss = _reduce(-log_probs * advantages, mask, reduction)
+    pg_loss = _reduce(-target_log_probs * advantages, mask, reduction)
     errors = _where(mask, returns.vs - values)
     baseline_loss = _reduce(0.5 * errors.square(), mask, reduction)
     entropy_loss = _reduce(-target_entropies, mask, reduction)

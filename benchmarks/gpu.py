@@ -190,7 +190,7 @@ def learn_pong(args, timeout_s=165):
         try:
             while time.monotonic() - start < timeout_s:
                 time.sleep(1)
-                rows = logs.read(path) if path.exists() else []
+                rows = logs.read_if_there(path)
                 new = means_of_100(rows)
                 if new.keys() - curve.keys():  # What an end by force leaves.
                     print(*new.values(), flush=True)

@@ -23,22 +23,20 @@ from torchbeast import logs
 TENTHS = 10
 
 
-def rows(path):
-    try:
-        return logs.read(path / "logs.csv")
-    except OSError:
-        return []
+def last_step(path):
+    rows = logs.read_if_there(path / "logs.csv")
+    return rows[-1]["step"] if rows else 0
 
 
 def train(command, path, kill_at):
     """Trains to the end, and kills the run once it has made kill_at steps."""
     for until in (*kill_at, None):
-        if until is not None and rows(path) and rows(path)[-1]["step"] > until:
+        if until is not None and last_step(path) > until:
             continue
         process = subprocess.Popen(command, start_new_session=True)
         try:
             while until is not None and process.poll() is None:
-                if (found := rows(path)) and found[-1]["step"] > until:
+                if last_step(path) > until:
                     os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(0.5)
             code = process.wait()
@@ -52,11 +50,10 @@ def train(command, path, kill_at):
 
 def returns(path, total_steps):
     """Yields the mean return of the episodes in each tenth."""
+    rows = logs.read_if_there(path / "logs.csv")
     for i in range(TENTHS):
         begin, end = i * total_steps / TENTHS, (i + 1) * total_steps / TENTHS
-        some = [r for r in rows(path) if begin < r["step"] <= end and r["episodes"]]
-        num = sum(r["episodes"] for r in some)
-        yield sum(r["episode_return"] * r["episodes"] for r in some) / max(1, num)
+        yield logs.mean_return(rows, begin, end) or 0.0
 
 
 def main():

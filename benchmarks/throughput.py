@@ -12,7 +12,6 @@ that all of them used together (pages they share counted once).
 import argparse
 import collections
 import contextlib
-import csv
 import json
 import pathlib
 import socket
@@ -30,7 +29,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import limit  # noqa: E402
-from torchbeast import machine  # noqa: E402
+from torchbeast import logs, machine  # noqa: E402
 
 WARM_UP_S = 10
 PONG = ["--env", "PongNoFrameskip-v4"]
@@ -143,26 +142,26 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
                 raise RuntimeError(f"ended by itself: {process.args}: {last}")
 
         try:
-            while not read(path):
+            while not logs.read_if_there(path):
                 sleep(0.1)
             sleep(warm_up)
-            before, first, peak_mb = used(), read(path)[-1], 0
+            before, first, peak_mb = used(), logs.read(path)[-1], 0
             threads_before = of_threads(process.pid)
             start = time.monotonic()
             # At least to the next line of logs.csv.
-            while time.monotonic() - start < seconds or read(path)[-1] == first:
+            while time.monotonic() - start < seconds or logs.read(path)[-1] == first:
                 sleep(min(2, seconds))
                 peak_mb = max(peak_mb, sum(mb for _, mb in used().values()))
-            after, last = used(), read(path)[-1]
+            after, last = used(), logs.read(path)[-1]
             threads = of_threads(process.pid)
             flags = json.loads(path.with_name("meta.json").read_text())["flags"]
         finally:
             process.terminate()
             process.wait()
-    steps = int(last["step"]) - int(first["step"])
+    steps = last["step"] - first["step"]
     seconds = {pid: s - before.get(pid, (0, 0))[0] for pid, (s, _) in after.items()}
     learner = seconds.pop(process.pid)
-    took = float(last["seconds"]) - float(first["seconds"])
+    took = last["seconds"] - first["seconds"]
     busiest, by_name = [], collections.defaultdict(lambda: np.zeros(2))
     for key, x in threads.items():
         x = x - threads_before.get(key, 0)
@@ -180,17 +179,9 @@ def measure(program, args, seconds, warm_up=WARM_UP_S):
         "learner_us": 1e6 * learner / steps,
         "others_us": 1e6 * sum(seconds.values()) / steps,
         "peak_mb": peak_mb,
-        "policy_lag": float(last["policy_lag"]),
+        "policy_lag": last["policy_lag"],
         "precision": flags["precision"],
     }
-
-
-def read(path):
-    if not path.exists():
-        return []
-    with open(path, newline="") as f:
-        # The last line may still be being written.
-        return [r for r in csv.DictReader(f) if r["rss_mb"]]
 
 
 def measure_run(name, options):

@@ -78,14 +78,6 @@ inline Structure decode_structure(const protocol::Structure& pb, int depth,
   return result;
 }
 
-inline void encode_structure(const Structure& structure, protocol::Structure* pb) {
-  pb->set_kind(static_cast<protocol::Structure::Kind>(structure.kind));
-  for (const std::string& key : structure.keys) pb->add_keys(key);
-  for (const Structure& child : structure.children) {
-    encode_structure(child, pb->add_children());
-  }
-}
-
 }  // namespace internal
 
 // Throws invalid_argument for a Response that would take much more memory when it is
@@ -193,18 +185,6 @@ inline void check_size(google::protobuf::io::ZeroCopyInputStream* response) {
     result.leaves.push_back(spec);
   }
   return result;
-}
-
-[[nodiscard]] inline protocol::Spec encode_spec(const Nest<ArraySpec>& spec) {
-  protocol::Spec pb;
-  internal::encode_structure(*spec.structure, pb.mutable_structure());
-  for (const ArraySpec& leaf : spec.leaves) {
-    protocol::ArraySpec* array = pb.add_arrays();
-    array->set_code(leaf.dtype.code);
-    array->set_bits(leaf.dtype.bits);
-    for (int i = 0; i < leaf.shape.rank(); ++i) array->add_shape(leaf.shape[i]);
-  }
-  return pb;
 }
 
 // The message's arrays, where they lie in it: they keep it alive. Throws

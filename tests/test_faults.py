@@ -147,6 +147,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(
     DAMAGE[damage](path)
     line = refusal(*args(module, trained), "--mode", mode, module=module)
     assert f"{path} is not a checkpoint that can be read: " in line
+    assert "weights_only" not in line
     assert not path.with_name("ran").exists()
 
 

@@ -12,6 +12,7 @@ from tests.test_environment import play, same
 from tests.test_spaces import Sampler
 from torchbeast.environment import Environment
 from torchbeast.images import image_shape, large_image
+from torchbeast.messages import BadInput
 
 
 def box(*shape, low=0, high=255, dtype=np.uint8):
@@ -143,6 +144,19 @@ def test_what_is_large():
 
 def test_bools_are_images_too():
     assert image_shape(box(20, 20, high=1, dtype=bool)) == ((0, 1), (20, 20, 1))
+
+
+def test_what_is_too_small_for_an_image_is_no_image_by_its_layout():
+    def made(layout, **entries):
+        return Environment(
+            Sampler(spaces.Dict(entries), spaces.Discrete(2)), None, layout
+        )
+
+    small = {"a": box(7, 7, 3), "b": box(4, 4)}
+    with pytest.raises(BadInput, match="HWC: .* an image with sides of 10 or more"):
+        made("HWC", **small)
+    made("numbers", **small)
+    made("HWC", **small, c=box(12, 12, 3))
 
 
 def test_environments_on_the_device_are_not_resized():

@@ -172,10 +172,13 @@ def test_runs_that_fail_do_not_stop_the_others(savedir):
 def test_tests_of_runs_have_an_output_of_their_own(savedir):
     assert launched("--seed", "1", savedir=savedir).returncode == 0
     before = output(savedir, "seed=1")
+    results = '[{"mean_return": 1}, {"mean_return": 2.5}]'
+    (savedir / "seed=1/test.json").write_text(results)
     for _ in range(2):  # They are never complete.
         words = *TINY, "--mode", "test"
         result = launched("--seed", "1", program=words, savedir=savedir)
         assert states(result) == {"seed=1": "ended"}
+        assert "ended, step 0; return 2.50" in result.stderr
     assert output(savedir, "seed=1") == before
     assert (savedir / "seed=1/test.log").read_text().count("--mode test") == 2
 

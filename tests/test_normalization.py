@@ -220,6 +220,22 @@ def test_learned_rewards_are_divided_and_reported_ones_are_not(flag):
         torch.testing.assert_close(after, before)
 
 
+def test_rewards_of_which_an_episode_has_one_keep_their_proportions():
+    L, B = 400, 32
+    rewards = NormalizedRewards(0.99)
+    reward = torch.zeros(L + 1, B)
+    reward[-1] = 1
+    reward[-1, 0] = -3
+    done = torch.zeros(L + 1, B, dtype=torch.bool)
+    done[0] = True
+    batch = {"reward": reward, "done": done}
+    rewards.update(batch, rewards.initial_state(B))
+    assert 3 * rewards.statistics.scale() > LIMIT
+    learned = rewards(torch.tensor([-3.0, 1.0, 0.5, 4.0]))
+    expected = torch.tensor([-10, 10 / 3, 10 / 6, 10])
+    torch.testing.assert_close(learned, expected)
+
+
 def test_what_acted_on_a_batch_learns_from_it_by_the_same_statistics():
     flags = parse(*OBSERVATIONS)
     env = environment.Environment([envs.Counter() for _ in range(4)])
@@ -273,6 +289,8 @@ def test_they_are_published_to_actors_and_in_checkpoints():
     others.start_learning(torch.device("cpu"))
     data = checkpoint.to_bytes(agent.state_dict())
     others.load_state_dict(checkpoint.from_bytes(data))
+    largest = agent.normalized_rewards.largest
+    assert torch.equal(others.normalized_rewards.largest, largest) and largest > 0
     mean = agent.net.encoder.statistics[0].mean
     assert (mean != 0).any()
     assert torch.equal(others.net.encoder.statistics[0].mean, mean)

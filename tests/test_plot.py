@@ -61,13 +61,13 @@ def test_curves_of_some_flags_take_all_values_of_the_others_together(tmp_path):
         plot.group(runs, ["c"])
 
 
-def test_labels_leave_out_flags_that_only_some_agents_have(tmp_path):
-    flags = [dict(agent="x", x_cost=1), dict(agent="y", y_cost=1)]
+def test_labels_leave_out_flags_that_follow_from_the_agent(tmp_path):
+    flags = [dict(agent="x", x_cost=1, rate=1), dict(agent="y", y_cost=1, rate=2)]
     runs = [run(make_run(tmp_path / str(i), **f)) for i, f in enumerate(flags)]
     assert list(plot.group(runs)) == ["agent=x", "agent=y"]
-    runs.append(run(make_run(tmp_path / "2", agent="y", y_cost=2)))
+    runs.append(run(make_run(tmp_path / "2", agent="y", y_cost=2, rate=2)))
     assert list(plot.group(runs)) == [
-        "agent=x, x_cost=1",
+        "agent=x",
         "agent=y, y_cost=1",
         "agent=y, y_cost=2",
     ]

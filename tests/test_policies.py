@@ -20,9 +20,9 @@ CROWD, TABLE = "tests.parallel_envs:", "tests.turn_envs:"
 PAIRS = "odd=ann,even=b*,odd=c*,even=dan"
 
 
-def make(*flags, cls=parallel_envs.Crowd, text=PAIRS, E=2):
+def make(*flags, cls=parallel_envs.Crowd, text=PAIRS, E=2, agent="polybeast"):
     """(flags, environment, agent) of several policies."""
-    flags = parse("--policies", text, "--envs_per_actor", E, *flags)
+    flags = parse("--policies", text, "--envs_per_actor", E, *flags, agent=agent)
     env = environment.Environment([cls() for _ in range(E)], policies=flags.policies)
     torch.manual_seed(0)
     return flags, env, policies.make_agent(flags, env)
@@ -218,6 +218,17 @@ def test_a_policy_without_a_rollout_learns_nothing_and_counts_its_steps():
     assert {name.split("/")[0] for name in statistics} == {"odd"}
     check_equal(agent.agents["even"].net.state_dict(), before)
     assert agent.agents["even"].step == agent.agents["odd"].step > 0
+
+
+def test_it_explores_less_all_the_same_unless_it_is_frozen():
+    steps = 100 * T
+    args = "--batch_size", 4, "--exploration_steps", steps, "--freeze", "odd"
+    _, agent, [batch] = first_batches(*args, num=1, agent="r2d2")
+    agent.start_learning(torch.device("cpu"))
+    even, odd = (agent.agents[name] for name in ("even", "odd"))
+    agent.learn(rows_of(batch, batch["policy"][0] == 1))
+    assert even.net.exploration == pytest.approx(1 - even.step / steps)
+    assert even.step > 0 and odd.net.exploration == 1
 
 
 def test_a_frozen_policys_schedules_go_on():

@@ -19,7 +19,10 @@ from torchbeast.messages import BadInput
 
 def go_on(credit, directory):
     flags = argparse.Namespace(
-        savedir=str(directory.parent), xpid=directory.name, save_replay=True
+        savedir=str(directory.parent),
+        xpid=directory.name,
+        save_replay=True,
+        unroll_length=20,
     )
     replay_files.resume(credit, flags)
 
@@ -71,7 +74,7 @@ def saved(tmp_path, num_rollouts=4 * B):
 
 def test_a_ring_of_another_size_is_refused(tmp_path):
     again, _ = saved(tmp_path, 2 * B)
-    with pytest.raises(BadInput, match=r"\d+ rollouts, expected \d+ \(--replay_size\)"):
+    with pytest.raises(BadInput, match=r"--replay_size \d+, .* is \d+: give \d+"):
         go_on(replay.Credit(again, 8.0, 100), tmp_path)
 
 

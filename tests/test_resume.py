@@ -82,7 +82,8 @@ def test_disable_checkpoint_writes_none_and_leaves_a_run_that_has_one_alone(trai
     line = refusal(*serial_run(trained, *flags, steps=80))
     assert "--xpid x has one, " in line and "use another --xpid" in line
     assert read_logs(trained / "x") == logs
-    succeeds(*serial_run(trained, *flags, "--xpid", "other", steps=80))
+    result = succeeds(*serial_run(trained, *flags, "--xpid", "other", steps=80))
+    assert "to resume" not in result.stderr
     assert [int(row["step"]) for row in read_logs(trained / "other")] == [40, 80]
     assert not (trained / "other" / "model.tar").exists()
 

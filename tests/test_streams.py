@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+import polybeast_env
 from torchbeast import machine, process
 from torchbeast.messages import BadInput, Stop
-from torchbeast.remote import addresses, sources, streams
+from torchbeast.remote import addresses, server, sources, streams
+from torchbeast.remote import torchbeast_pb2 as pb
 
 
 class Pool:
@@ -398,6 +400,17 @@ def test_an_environment_of_another_name_is_warned_of_once(lines):
     assert lines == [
         "b:1 steps Other-v0, the learner was told of Env-v0: both are learned from"
     ]
+
+
+def test_servers_name_their_environment_with_its_arguments():
+    args = ["--env", "CartPole-v1", "--env_args", "sutton_barto_reward=True"]
+    args = polybeast_env.parser().parse_args(args)
+    hello = pb.Request(hello=pb.Hello(version=server.PROTOCOL_VERSION))
+    requests = iter([hello.SerializeToString()])
+    responses = server.converse(polybeast_env.create_env, args, requests, "x")
+    welcome = pb.Response.FromString(next(responses)).welcome
+    assert welcome.environment == "CartPole-v1 sutton_barto_reward=True"
+    responses.close()
 
 
 def sizes(monkeypatch, row_bytes=28_000, memory=16 * 2**30, num_streams=0, **changes):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.programs import Program, run
-from torchbeast import tune
+from torchbeast import logs, tune
 from torchbeast.messages import BadInput
 
 slow = pytest.mark.slow  # make test-slow installs Optuna.
@@ -46,9 +46,9 @@ def test_the_objective_is_the_mean_over_episodes_of_some_steps():
         {"step": 1000, "episodes": 3, "episode_return": 5},
         {"step": 1020, "episodes": 1, "episode_return": 9},
     ]
-    assert tune.mean_return(some, 800) == (1 + 3 * 5 + 9) / 5
-    assert tune.mean_return(some, 800, 1000) == (1 + 3 * 5) / 4
-    assert tune.mean_return(some, 1020) is None
+    assert logs.mean_return(some, 800) == (1 + 3 * 5 + 9) / 5
+    assert logs.mean_return(some, 800, 1000) == (1 + 3 * 5) / 4
+    assert logs.mean_return(some, 1020) is None
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch):

@@ -27,7 +27,7 @@ exactly = functools.partial(assert_close, rtol=0, atol=0)
 
 
 def example(T=T, B=B, logits_shape=(A,), seed=0, dtype=torch.float64):
-    """Every argument of every function in vtrace, off-policy, with some masked."""
+    """What V-trace and the losses are of, off-policy, with some masked."""
     generator = torch.Generator().manual_seed(seed)
     random = functools.partial(torch.randn, generator=generator, dtype=dtype)
     uniform = functools.partial(torch.rand, generator=generator, dtype=dtype)
@@ -44,7 +44,6 @@ def example(T=T, B=B, logits_shape=(A,), seed=0, dtype=torch.float64):
         values=random(T, B),
         bootstrap_value=random(B),
         mask=uniform(T, B) < 0.7,
-        advantages=random(T, B),
     )
 
 
@@ -193,12 +192,10 @@ def test_targets_are_the_double_sum_of_the_paper(kwargs, thresholds, masked):
 
 def test_all_thresholds_and_lambda_are_one_by_default():
     ones = dict.fromkeys((*THRESHOLDS, "lambda_"), 1.0)
-    for function, names in (
-        (vtrace.from_importance_weights, RECURSION),
-        (vtrace.from_logits, LOSSES),
-    ):
-        kwargs = only(example(), *names)
-        exactly(function(**kwargs), function(**kwargs, **ones))
+    kwargs = only(example(), *RECURSION)
+    function = vtrace.from_importance_weights
+    exactly(function(**kwargs), function(**kwargs, **ones))
+    exactly(compute_losses(**loss_inputs()), compute_losses(**loss_inputs(), **ones))
 
 
 @fifty_times
@@ -229,7 +226,8 @@ def test_an_importance_weight_that_overflows_is_clipped():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_results_keep_shape_and_dtype(dtype):
-    returns = vtrace.from_logits(**only(example(dtype=dtype), *LOSSES))
+    kwargs = only(example(dtype=dtype), *RECURSION)
+    returns = vtrace.from_importance_weights(**kwargs)
     for name, x in returns._asdict().items():
         assert x.shape == (T, B), name
         assert x.dtype == dtype, name
@@ -248,12 +246,10 @@ def test_no_gradient_flows_through_targets():
         x.requires_grad_(x.is_floating_point())
     for returns in (
         vtrace.from_importance_weights(**only(kwargs, *RECURSION)),
-        vtrace.from_logits(**only(kwargs, *LOSSES)),
+        compute_losses(**only(kwargs, *LOSSES), **COSTS).vtrace,
     ):
         assert not returns.vs.requires_grad
         assert not returns.pg_advantages.requires_grad
-    assert not returns.log_rhos.requires_grad
-    assert returns.target_action_log_probs.requires_grad
 
 
 # --- The two policies. ---------------------------------------------------------------
@@ -264,59 +260,35 @@ def test_rho_is_the_target_policy_over_the_behavior_policy():
     mu = torch.tensor([0.8, 0.2], dtype=torch.float64)
     pi = torch.tensor([0.4, 0.6], dtype=torch.float64)
     row = torch.ones(1, 2, dtype=torch.float64)  # Column 0 took action 0, 1 took 1.
-    returns = vtrace.from_logits(
-        behavior_policy_logits=mu.log().expand(1, 2, 2),
-        target_policy_logits=pi.log().expand(1, 2, 2),
-        actions=torch.tensor([[0, 1]]),
+    returns = vtrace.compute_losses(
+        behavior_log_probs=mu.log()[None],
+        target_log_probs=pi.log()[None],
+        target_entropies=0 * row,
         discounts=0.9 * row,
         rewards=row,
         values=2 * row,
         bootstrap_value=10 * row[0],
         clip_rho_threshold=None,
         clip_pg_rho_threshold=2.0,
-    )
+        **COSTS,
+    ).vtrace
     # The TD error is 1 + 0.9 * 10 - 2 = 8; rho is 0.4 / 0.8 and 0.6 / 0.2.
-    assert_close(returns.log_rhos.exp(), torch.tensor([[0.5, 3.0]]).double())
     assert_close(returns.vs, torch.tensor([[2 + 0.5 * 8, 2 + 3 * 8]]).double())
     assert_close(returns.pg_advantages, torch.tensor([[0.5 * 8, 2.0 * 8]]).double())
 
 
 @fifty_times
 @given(kwargs=examples, thresholds=thresholds, masked=st.booleans())
-def test_from_logits_takes_rhos_from_both_log_probabilities(kwargs, thresholds, masked):
+def test_the_losses_take_rhos_from_both_log_probabilities(kwargs, thresholds, masked):
     kwargs["mask"] = kwargs["mask"] if masked else None
     rest = only(kwargs, *RECURSION[1:]) | thresholds
-    returns = vtrace.from_logits(**only(kwargs, *POLICIES), **rest)
+    losses = compute_losses(**only(kwargs, *POLICIES), **rest, **COSTS)
 
     actions = kwargs["actions"]
     log_mu = slow_log_probs(kwargs["behavior_policy_logits"], actions)
     log_pi = slow_log_probs(kwargs["target_policy_logits"], actions)
-    assert_close(returns.behavior_action_log_probs, log_mu)
-    assert_close(returns.target_action_log_probs, log_pi)
-    assert_close(returns.log_rhos, log_pi - log_mu)
-
     expected = vtrace.from_importance_weights(log_rhos=log_pi - log_mu, **rest)
-    assert_close(returns.vs, expected.vs)
-    assert_close(returns.pg_advantages, expected.pg_advantages)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_actions_may_have_any_integer_dtype(dtype):
-    kwargs = only(example(), *LOSSES)
-    exactly(
-        vtrace.from_logits(**kwargs | dict(actions=kwargs["actions"].to(dtype))),
-        vtrace.from_logits(**kwargs),
-    )
-
-
-def test_one_choice_of_multi_discrete_is_discrete():
-    kwargs = loss_inputs()
-    multi = dict(
-        behavior_policy_logits=kwargs["behavior_policy_logits"].unsqueeze(2),
-        target_policy_logits=kwargs["target_policy_logits"].unsqueeze(2),
-        actions=kwargs["actions"].unsqueeze(2),
-    )
-    assert_close(compute_losses(**kwargs | multi), compute_losses(**kwargs))
+    assert_close(losses.vtrace, expected)
 
 
 def test_a_padded_impossible_choice_counts_for_nothing():
@@ -332,14 +304,6 @@ def test_a_padded_impossible_choice_counts_for_nothing():
     pi.requires_grad_()
     losses = compute_losses(**kwargs)
     losses.total.backward()
-
-    def chosen(logits):
-        return slow_log_probs(logits[:, :, 0], kwargs["actions"][:, :, 0]) + (
-            slow_log_probs(logits[:, :, 1, :3], kwargs["actions"][:, :, 1])
-        )
-
-    assert_close(losses.vtrace.target_action_log_probs.detach(), chosen(pi.detach()))
-    assert_close(losses.vtrace.behavior_action_log_probs.detach(), chosen(mu.detach()))
     assert all(loss.isfinite() for loss in losses[:4])
     assert pi.grad.isfinite().all()
     assert pi.grad[:, :, 1, 3:].count_nonzero() == 0
@@ -417,7 +381,7 @@ def test_an_episode_end_cuts_the_rollout_in_two(kwargs, thresholds, terminated, 
         where = [t for t in range(T) if t != k]
         check_is_made_of(separate[b], kwargs, b, where, thresholds)
 
-    returns = vtrace.from_logits(**kwargs, **thresholds)
+    returns = compute_losses(**kwargs, **thresholds, **COSTS).vtrace
     for b, k in enumerate(ks):
         exactly(returns.vs[k, b], kwargs["values"][k, b])
         assert returns.pg_advantages[k, b] == 0
@@ -501,12 +465,15 @@ def test_the_total_is_the_weighted_sum_of_three_losses(
 ):
     kwargs = only(kwargs, *LOSSES)
     mask = kwargs["mask"] = kwargs["mask"] if masked else None
-    returns = vtrace.from_logits(**kwargs, **thresholds)
+    log_rhos = slow_log_probs(kwargs["target_policy_logits"], kwargs["actions"]) - (
+        slow_log_probs(kwargs["behavior_policy_logits"], kwargs["actions"])
+    )
+    recursion = only(kwargs, *RECURSION[1:]) | thresholds
+    returns = vtrace.from_importance_weights(log_rhos, **recursion)
     options = dict(baseline_cost=0.7, entropy_cost=0.03, reduction=reduction)
     losses, policy_grad, values_grad = run(kwargs | thresholds | options)
 
-    for name, x in losses.vtrace._asdict().items():
-        assert_close(x.detach(), getattr(returns, name), msg=name)
+    assert_close(losses.vtrace, returns)
     errors = returns.vs - kwargs["values"]
     policy = kwargs["target_policy_logits"].clone()
     log_probs = slow_log_probs(policy, kwargs["actions"])
@@ -573,49 +540,28 @@ sizes = {
     "B first": lambda x: x.transpose(0, 1),
 }
 batch_sizes = {"B too small": lambda x: x[:-1], "B is 1": lambda x: x[:1]}
-choices = {
-    "float": lambda x: x.float(),
-    "complex": lambda x: x.to(torch.complex64),
-    "one choice too many": lambda x: x[..., None],
-}
 masks = {"float": lambda x: x.float(), "uint8": lambda x: x.byte()}
 
 shapes = ranks | one_rank_higher | sizes
-another_A = {"another A": lambda x: x[..., :-1]}
-MISTAKES = dict.fromkeys(example(), floats | shapes) | dict(
-    behavior_policy_logits=floats | shapes | another_A,
-    target_policy_logits=floats | shapes | another_A,
-    policy_logits=floats | shapes,
-    actions=choices | shapes,
+MISTAKES = dict.fromkeys(RECURSION, floats | shapes) | dict(
     bootstrap_value=floats | ranks | one_rank_higher | batch_sizes,
     mask=masks | shapes,
 )
-FUNCTIONS = {
-    vtrace.action_log_probs: ("policy_logits", "actions"),
-    vtrace.from_importance_weights: RECURSION,
-    vtrace.from_logits: LOSSES,
-}
 
 
 def mistakes():
-    for function, names in FUNCTIONS.items():
-        for name in names:
-            for what, mistake in MISTAKES[name].items():
-                id_ = f"{function.__name__}-{name}-{what}"
-                yield pytest.param(function, names, name, mistake, id=id_)
+    for name, of_this in MISTAKES.items():
+        for what, mistake in of_this.items():
+            yield pytest.param(name, mistake, id=f"{name}-{what}")
 
 
-@pytest.mark.parametrize("function, names, name, mistake", list(mistakes()))
-def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(
-    function, names, name, mistake
-):
-    kwargs = example()
-    kwargs["policy_logits"] = kwargs["target_policy_logits"]
-    kwargs = only(kwargs, *names)
-    function(**kwargs)  # Right so far.
+@pytest.mark.parametrize("name, mistake", list(mistakes()))
+def test_a_wrong_rank_shape_or_dtype_is_an_error_that_names_it(name, mistake):
+    kwargs = only(example(), *RECURSION)
+    vtrace.from_importance_weights(**kwargs)  # Right so far.
     kwargs[name] = mistake(kwargs[name])
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
-        function(**kwargs)
+        vtrace.from_importance_weights(**kwargs)
 
 
 @pytest.mark.parametrize(
@@ -647,12 +593,6 @@ def test_more_dimensions_are_computed_on_one_by_one():
     returns = vtrace.from_importance_weights(**together)
     for x, parts in zip(returns, zip(*expected)):
         torch.testing.assert_close(x, stack(list(parts)))
-
-
-def test_discrete_actions_do_not_go_with_multi_discrete_logits():
-    kwargs = only(example(logits_shape=(D, A)), *LOSSES)
-    with pytest.raises(ValueError, match=r"\bactions has shape"):
-        vtrace.from_logits(**kwargs | dict(actions=kwargs["actions"][..., 0]))
 
 
 @pytest.mark.parametrize(
@@ -687,9 +627,7 @@ def test_masked_numbers_that_are_not_finite_leave_the_gradients_alone(junk):
     exactly(*gradients)
 
 
-def test_boolean_actions_and_mixed_precisions_are_refused():
+def test_mixed_precisions_are_refused():
     x = torch.zeros(2, 1)
-    with pytest.raises(ValueError, match="actions"):
-        vtrace.action_log_probs(torch.zeros(2, 1, 2), x.bool())
     with pytest.raises(ValueError, match="rewards"):
         vtrace.from_importance_weights(x, x, x.double(), x, x[-1])

@@ -66,7 +66,8 @@ def add_reward_flags(group, clipping, normalized=False):
         group.add_argument("--normalize_rewards",
                            action=argparse.BooleanOptionalAction, default=False,
                            help="divide rewards by the running standard deviation of "
-                           "the discounted return, instead of --reward_clipping")
+                           "the discounted return, or by more, so that the largest is "
+                           "10, instead of --reward_clipping")
     # fmt: on
     group.set_defaults(normalize_rewards=False)  # Not all agents have this flag.
 
@@ -265,6 +266,11 @@ class Agent:
         self.step += self.flags.unroll_length * self.flags.batch_size
         self.updates += 1
 
+    def skip(self, frozen):
+        """Counts a batch that had nothing for this one of several policies to learn
+        from, or that it must not learn from: schedules go on."""
+        self.step += self.flags.unroll_length * self.flags.batch_size
+
     def fraction_left(self):
         """The part of --total_steps that is still to come, for schedules."""
         return max(0, 1 - self.step / self.flags.total_steps)
@@ -331,6 +337,8 @@ class Agent:
         if self.optimizer is None:
             return
         load_optimizer(self.optimizer, state["optimizer"])
+        if "normalized_rewards" in state:  # Older runs' have no such entry.
+            state["normalized_rewards"].setdefault("largest", torch.zeros(()))
         for name, x in self.learned.items():
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])

@@ -7,6 +7,7 @@ step, updates, episodes, seconds, returns, best, rng    the run's counters
 
 import io
 import os
+import pickle
 import shutil
 
 import torch
@@ -131,4 +132,7 @@ def load_weights(module, weights):
 
 
 def not_a_checkpoint(path, error):
-    return BadInput(f"{path} is not a checkpoint that can be read: {first_line(error)}")
+    why = first_line(error)
+    if isinstance(error, pickle.UnpicklingError):  # PyTorch says how to execute it.
+        why = "it is damaged, or holds more than tensors, numbers and texts"
+    return BadInput(f"{path} is not a checkpoint that can be read: {why}")

@@ -76,6 +76,12 @@ def argument(text):
     return name, value
 
 
+def with_arguments(name, arguments):
+    """Returns an environment's name and its arguments [(name, value)], as a learner
+    and its servers compare them."""
+    return " ".join([name, *sorted(f"{key}={x!r}" for key, x in arguments)])
+
+
 def make(env_id, num_envs=1, render_mode=None, seed=None, /, **kwargs):
     """Makes what Environment takes: a list of num_envs Gymnasium environments, or of
     PettingZoo's (pettingzoo.find()), or the vector environment that env_id has of its

@@ -139,7 +139,13 @@ def prepare(observations, resize=None, layout=None):
         resizers.append(resizer)
         return space
 
-    observations.convert(_map_leaves(leaf, observations.space), resizers)
+    space = _map_leaves(leaf, observations.space)
+    if layout in ("HWC", "CHW") and not has_images(space):
+        raise BadInput(
+            f"--observation_layout {layout}: the environment has {observations.space}, "
+            f"expected an image with sides of {MIN_SIDE} or more"
+        )
+    observations.convert(space, resizers)
 
 
 def _map_leaves(fn, space):

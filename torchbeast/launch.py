@@ -10,6 +10,7 @@ are named after what varies, so the same command again resumes them.
 
 import argparse
 import contextlib
+import json
 import os
 import pathlib
 import shlex
@@ -91,7 +92,8 @@ class Job:
             rows = logs.read(self.path / "logs.csv", last_bytes=100_000)
             if rows:
                 self.step = int(rows[-1]["step"])
-            if means := logs.moving_average(rows, "episode_return"):
+            means = logs.moving_average(rows, "episode_return")
+            if means and self.flags.mode == "train":
                 self.mean_return = means[-1][1]
 
     def _look_for_earlier_one(self):
@@ -129,6 +131,10 @@ class Job:
             return False
         kill_group(self.process)  # What it left behind.
         self.look()
+        if code == 0 and self.flags.mode != "train":
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                results = json.loads((self.path / "test.json").read_text())
+                self.mean_return = results[-1]["mean_return"]
         self.state = "ended" if code == 0 else "stopped" if signum else "failed"
         self.note = ""
         if code not in ({0, -signum, 128 + signum} if signum else {0}):

@@ -37,6 +37,13 @@ def read(path, last_bytes=None):
     return rows
 
 
+def read_if_there(path):
+    """Returns the rows of logs.csv, [] while there is no such file."""
+    with contextlib.suppress(OSError):
+        return read(path)
+    return []
+
+
 def is_of_episodes(name):
     """Tells whether a column has means over the episodes that ended."""
     return name.startswith(("episode_", "episode/"))
@@ -54,6 +61,15 @@ def moving_average(rows, name, num_episodes=100):
         if recent:
             points.append((row, sum(recent) / len(recent)))
     return points
+
+
+def mean_return(rows, begin, end=math.inf):
+    """Returns the mean return of the episodes in rows of steps in (begin, end], or
+    None."""
+    rows = [r for r in rows if "episode_return" in r and begin < r["step"] <= end]
+    num = sum(row.get("episodes", 1) for row in rows)
+    total = sum(row["episode_return"] * row.get("episodes", 1) for row in rows)
+    return total / num if num else None
 
 
 def thin(rows, columns, num_lines=500):

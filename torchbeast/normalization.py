@@ -156,6 +156,10 @@ class NormalizedRewards(nn.Module):
     g_t = r_t + discount * g_{t-1}, 0 where an episode begins (Engstrom et al.,
     "Implementation Matters in Deep Policy Gradients", arXiv 2005.12729).
 
+    Where an episode of many steps has one reward, that is many standard deviations. So
+    that none is more than 10, and all keep their proportions, all are divided by what
+    the largest one so far needs, if that is more.
+
     g crosses rollouts in the agent's core_state. most: what rewards are multiplied by
     at the most.
     """
@@ -164,6 +168,7 @@ class NormalizedRewards(nn.Module):
         super().__init__()
         self.discount, self.most = discount, most
         self.statistics = RunningStatistics()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
 
     def initial_state(self, batch_size):
         # In double precision, as rewards may be anything.
@@ -185,9 +190,10 @@ class NormalizedRewards(nn.Module):
         which begins an episode is no transition."""
         returns = self.returns(batch, state)[1:]
         self.statistics.update(returns, ~batch["done"][1:])
+        largest = ranks.current.max(batch["reward"].abs().max().double())
+        self.largest.copy_(torch.maximum(self.largest, largest))
 
     def forward(self, rewards):
-        scale = self.statistics.scale()
-        if self.most < math.inf:
-            scale = scale.clamp(max=self.most)
-        return (rewards * scale).clamp(-LIMIT, LIMIT).float()
+        scale = torch.minimum(self.statistics.scale(), LIMIT / self.largest)
+        scaled = rewards * scale.clamp(max=self.most)
+        return scaled.clamp(-LIMIT, LIMIT).float()  # A batch may have a larger one.

@@ -114,12 +114,15 @@ class Policy:
 def render_mode(flags):
     """Returns what the environment is to render. Raises BadInput where that cannot be
     shown."""
+    displays = ("DISPLAY", "WAYLAND_DISPLAY")
+    no_display = not any(map(os.environ.get, displays))
     if flags.mode == "test" and flags.video:
+        if no_display:  # pygame would print that as an error.
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         return "rgb_array"
     if flags.mode == "test":
         return None
-    displays = ("DISPLAY", "WAYLAND_DISPLAY")
-    if not any(map(os.environ.get, displays)):
+    if no_display:
         raise BadInput(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set: use --mode test --video FILE.mp4"

@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import sys
+import textwrap
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -24,6 +25,8 @@ from matplotlib.ticker import EngFormatter
 from torchbeast import logs
 from torchbeast.flags import UNCOMPARED, Parser, run_command
 from torchbeast.messages import BadInput, log
+
+LEADING = "agent", "preset", "env"  # Defaults of other flags follow from these.
 
 
 def parser():
@@ -80,7 +83,7 @@ class RunLog:
 
 def group(runs, names=None):
     """Returns {label: runs of this curve}. The label names the flags in which the
-    curves differ.
+    curves differ, but not those that follow from agent, preset and environment.
 
     names: of the flags whose values have a curve each, instead of all.
     """
@@ -94,17 +97,19 @@ def group(runs, names=None):
         pairs = [(name, run.flags.get(name)) for name in names]
         return ", ".join(f"{name}={x}" for name, x in pairs if x is not None)
 
-    known = [run for run in runs if run.flags]
-    differ = [n for n in found if len({run.flags.get(n) for run in known}) > 1]
-    names = differ if names is None else names
+    def differ(runs):
+        return {n for n in found if len({run.flags.get(n) for run in runs}) > 1}
+
+    if names is None:
+        known = [run for run in runs if run.flags]
+        alike = {}  # Runs of the same agent, preset and environment.
+        for run in known:
+            alike.setdefault(values(run, LEADING), []).append(run)
+        of_some = set().union(*map(differ, alike.values()))
+        names = sorted(differ(known) & (of_some | {*LEADING}))
     curves = {}
     for run in runs:
         curves.setdefault(values(run, names), []).append(run)
-    # Flags that only some agents have make long labels.
-    common = [name for name in names if all(name in run.flags for run in known)]
-    short = [values(of_curve[0], common) for of_curve in curves.values()]
-    if len({*short}) == len(short):
-        return dict(zip(short, curves.values()))
     return curves
 
 
@@ -138,7 +143,19 @@ def draw(axes, curves):
             short, long = (f(runs, key=lambda run: run.x[-1]) for f in (min, max))
             if short.x[-1] < 0.95 * long.x[-1]:
                 log.info("%s: the curve ends with %s", label or text, short.path)
-        axes.lines[-1].set_label(text.replace("$", r"\$"))
+        axes.lines[-1].set_label(textwrap.fill(text.replace("$", r"\$"), 70))
+
+
+def tell_last(curves, column):
+    """Logs what each curve ends with: the mean of its runs, and its standard error."""
+    for label, runs in curves.items():
+        last, error = [run.y[-1] for run in runs], ""
+        if len(last) > 1:
+            error = (
+                f" ± {np.std(last, ddof=1) / len(last) ** 0.5:.2g}, {len(last)} runs"
+            )
+        name = label or runs[0].path.name
+        log.info("%s: %s %.4g%s", name, column, np.mean(last), error)
 
 
 def plot(flags):
@@ -156,6 +173,7 @@ def plot(flags):
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     draw(axes, curves)
+    tell_last(curves, flags.column)
     name = flags.column.replace("_", " ")
     if logs.is_of_episodes(flags.column):
         name += ", mean of the last 100 episodes"

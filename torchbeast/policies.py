@@ -191,8 +191,8 @@ class Several:
             if policy in batches and policy not in self.frozen:
                 for name, x in agent.learn(batches[policy]).items():
                     statistics[f"{policy}/{name}"] = x
-            else:  # Its schedules go on.
-                agent.step += agent.flags.unroll_length * agent.flags.batch_size
+            else:
+                agent.skip(policy in self.frozen)
         return statistics
 
     def split(self, batch):

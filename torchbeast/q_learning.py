@@ -109,6 +109,11 @@ class QAgent(agents.Agent):
         core_state, _ = batch["core_state"]
         super().update_statistics({**batch, "core_state": core_state})
 
+    def skip(self, frozen):
+        super().skip(frozen)
+        if not frozen:
+            self.explore_less()
+
     def explore_less(self):
         """Brings the share of random actions up to date with what was learned from.
         Returns what is left of those beyond an episode's own."""

@@ -68,10 +68,10 @@ def resume(credit, flags):
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']}, expected {FORMAT}")
         if counters["num_rollouts"] != credit.ring.num_rollouts:
-            raise ValueError(
-                f"it is of {counters['num_rollouts']} rollouts, expected "
-                f"{credit.ring.num_rollouts} (--replay_size)"
-            )
+            sizes = counters["num_rollouts"], credit.ring.num_rollouts
+            size, expected = (n * flags.unroll_length for n in sizes)
+            what = f"it is of --replay_size {size}, this command's is {expected}"
+            raise ValueError(f"{what}: give {size}")
         credit.resume(counters)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise another(path, e) from e

@@ -165,7 +165,8 @@ class Run:
         files.link(self.path, "latest")
         if chosen := getattr(self.flags, "chosen", None):
             log.info("defaults for %s: %s", self.flags.env, words_of(chosen))
-        log.info("to resume: %s", command_line(self.flags))
+        if not self.flags.disable_checkpoint:
+            log.info("to resume: %s", command_line(self.flags))
         self.display = Display(self)
 
     def _keep_aside(self):

@@ -80,15 +80,6 @@ def as_text(x):
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
-def mean_return(rows, begin, end=math.inf):
-    """Returns the mean return of the episodes in rows of steps in (begin, end], or
-    None."""
-    rows = [r for r in rows if "episode_return" in r and begin < r["step"] <= end]
-    num = sum(row.get("episodes", 1) for row in rows)
-    total = sum(row["episode_return"] * row.get("episodes", 1) for row in rows)
-    return total / num if num else None
-
-
 class Study:
     """Optuna's study and its directory, <savedir>/<name>. Raises BadInput if another
     process has it, or if its trials are of another command."""
@@ -211,17 +202,12 @@ class Trial(Job):
         self._reported = min(NUM_REPORTS, NUM_REPORTS * self.step // total)
         if self._reported <= before:
             return False
-        rows = self._rows()
+        rows = logs.read_if_there(self.path / "logs.csv")
         for i in range(before + 1, self._reported + 1):
             ends = [j * total / NUM_REPORTS for j in (i - WINDOW, i)]
-            if (mean := mean_return(rows, *ends)) is not None:
+            if (mean := logs.mean_return(rows, *ends)) is not None:
                 self.trial.report(mean, i)
         return True
-
-    def _rows(self):
-        with contextlib.suppress(OSError):
-            return logs.read(self.path / "logs.csv")
-        return []
 
     def _tell(self):
         """Tells the study how the run has ended. One that was stopped goes on later."""
@@ -229,7 +215,8 @@ class Trial(Job):
         self._report()
         if self.state in ("ended", "complete"):
             begin = self.flags.total_steps * (1 - WINDOW / NUM_REPORTS)
-            if (value := mean_return(self._rows(), begin)) is None:
+            rows = logs.read_if_there(self.path / "logs.csv")
+            if (value := logs.mean_return(rows, begin)) is None:
                 self.state = "failed"
                 self.note = "no episode has ended in the last fifth of its steps"
         if self.state == "stopped":

@@ -23,6 +23,7 @@
 
 #include "actor_pool.h"
 #include "array.h"
+#include "spec.h"
 #include "wire.h"
 
 namespace torchbeast {

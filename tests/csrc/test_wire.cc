@@ -1,6 +1,7 @@
 #include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 
 #include "arrays.h"
+#include "spec.h"
 #include "wire.h"
 
 namespace torchbeast {

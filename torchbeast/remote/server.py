@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from torchbeast import calls
+from torchbeast.environment import with_arguments
 from torchbeast.files import remove_sockets
 from torchbeast.messages import BadInput, Repeated, Throttle, log, setup_logging
 from torchbeast.process import keep_freed_memory, lead_group
@@ -195,7 +196,7 @@ def converse(create_env, flags, requests, peer, tell=tell):
         seed = derive_seed(*map(abs, seeds))
         env = calls.create(create_env, flags, flags.envs_per_server, seed=seed)
         step = env.initial(seed)
-        welcome = pb.Response(welcome=make_welcome(env, step))
+        welcome = pb.Response(welcome=make_welcome(env, step, flags.env_args))
         # Serialised messages one after the other are one message.
         yield welcome.SerializeToString() + encode_step(step)
         for request in requests:
@@ -215,7 +216,7 @@ def converse(create_env, flags, requests, peer, tell=tell):
             tell(peer, "the learner's log says why it left at once")
 
 
-def make_welcome(env, step):
+def make_welcome(env, step, env_args=()):
     return pb.Welcome(
         version=PROTOCOL_VERSION,
         observation_space=env.signature(),
@@ -223,7 +224,7 @@ def make_welcome(env, step):
         num_envs=env.num_envs,
         step=encode_spec(step),
         action=encode_spec(env.actions.zeros()),
-        environment=env.name,
+        environment=with_arguments(env.name, env_args),
     )
 
 

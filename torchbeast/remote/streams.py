@@ -85,7 +85,8 @@ class Streams:
             self._logs[s["stream"]].update(s, now)
 
     def _check_environments(self, status):
-        """Warns of environments whose spaces are the learner's, but not their name."""
+        """Warns of environments whose spaces are the learner's, but not their name or
+        arguments."""
         for s in status:
             name = s["environment"]
             if name and name not in self._environments and len(self._environments) < 10:
