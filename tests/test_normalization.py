@@ -289,14 +289,17 @@ def test_they_are_published_to_actors_and_in_checkpoints():
     others.start_learning(torch.device("cpu"))
     data = checkpoint.to_bytes(agent.state_dict())
     others.load_state_dict(checkpoint.from_bytes(data))
-    largest = agent.normalized_rewards.largest
-    assert torch.equal(others.normalized_rewards.largest, largest) and largest > 0
+    most = agent.normalized_rewards.most
+    assert torch.equal(others.normalized_rewards.most, most) and most.isfinite()
     mean = agent.net.encoder.statistics[0].mean
     assert (mean != 0).any()
     assert torch.equal(others.net.encoder.statistics[0].mean, mean)
     expected = agent.normalized_rewards.statistics.variance
     assert torch.equal(others.normalized_rewards.statistics.variance, expected)
     assert "encoder.statistics.0.mean" in agent.net.state_dict()  # Published.
+    older = checkpoint.from_bytes(data)
+    del older["normalized_rewards"]["most"]
+    others.load_state_dict(older)
 
 
 @pytest.mark.parametrize(

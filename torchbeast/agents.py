@@ -337,8 +337,8 @@ class Agent:
         if self.optimizer is None:
             return
         load_optimizer(self.optimizer, state["optimizer"])
-        if "normalized_rewards" in state:  # Older runs' have no such entry.
-            state["normalized_rewards"].setdefault("largest", torch.zeros(()))
+        if (rewards := self.normalized_rewards) is not None:  # Older runs have no such.
+            state.get("normalized_rewards", {}).setdefault("most", rewards.most)
         for name, x in self.learned.items():
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])

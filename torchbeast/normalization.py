@@ -166,9 +166,9 @@ class NormalizedRewards(nn.Module):
 
     def __init__(self, discount, most=math.inf):
         super().__init__()
-        self.discount, self.most = discount, most
+        self.discount = discount
         self.statistics = RunningStatistics()
-        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("most", torch.tensor(float(most), dtype=torch.float64))
 
     def initial_state(self, batch_size):
         # In double precision, as rewards may be anything.
@@ -191,9 +191,8 @@ class NormalizedRewards(nn.Module):
         returns = self.returns(batch, state)[1:]
         self.statistics.update(returns, ~batch["done"][1:])
         largest = ranks.current.max(batch["reward"].abs().max().double())
-        self.largest.copy_(torch.maximum(self.largest, largest))
+        self.most.copy_(torch.minimum(self.most, LIMIT / largest))
 
     def forward(self, rewards):
-        scale = torch.minimum(self.statistics.scale(), LIMIT / self.largest)
-        scaled = rewards * scale.clamp(max=self.most)
+        scaled = rewards * torch.minimum(self.statistics.scale(), self.most)
         return scaled.clamp(-LIMIT, LIMIT).float()  # A batch may have a larger one.
