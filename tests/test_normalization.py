@@ -236,6 +236,19 @@ def test_rewards_of_which_an_episode_has_one_keep_their_proportions():
     torch.testing.assert_close(learned, expected)
 
 
+def test_one_enormous_reward_does_not_hide_the_others():
+    rewards = NormalizedRewards(0.0)
+    reward = torch.randn(2001, 8)
+    reward[5, 5] = 1e6
+    batch = {"reward": reward, "done": torch.zeros(2001, 8, dtype=torch.bool)}
+    rewards.update(batch, rewards.initial_state(8))
+    batch["reward"] = torch.randn(2001, 8)
+    for _ in range(10):
+        rewards.update(batch, rewards.initial_state(8))
+    scale = rewards.statistics.scale().item()
+    assert rewards(torch.tensor(1.0)).item() == pytest.approx(scale / 10)
+
+
 def test_what_acted_on_a_batch_learns_from_it_by_the_same_statistics():
     flags = parse(*OBSERVATIONS)
     env = environment.Environment([envs.Counter() for _ in range(4)])
@@ -289,8 +302,8 @@ def test_they_are_published_to_actors_and_in_checkpoints():
     others.start_learning(torch.device("cpu"))
     data = checkpoint.to_bytes(agent.state_dict())
     others.load_state_dict(checkpoint.from_bytes(data))
-    most = agent.normalized_rewards.most
-    assert torch.equal(others.normalized_rewards.most, most) and most.isfinite()
+    largest = agent.normalized_rewards.largest
+    assert torch.equal(others.normalized_rewards.largest, largest) and largest > 0
     mean = agent.net.encoder.statistics[0].mean
     assert (mean != 0).any()
     assert torch.equal(others.net.encoder.statistics[0].mean, mean)
@@ -298,7 +311,7 @@ def test_they_are_published_to_actors_and_in_checkpoints():
     assert torch.equal(others.normalized_rewards.statistics.variance, expected)
     assert "encoder.statistics.0.mean" in agent.net.state_dict()  # Published.
     older = checkpoint.from_bytes(data)
-    del older["normalized_rewards"]["most"]
+    del older["normalized_rewards"]["largest"]
     others.load_state_dict(older)
 
 

@@ -284,7 +284,7 @@ def small(module, savedir, *others, env, steps=800):
 @poly_first
 def test_agents_that_come_and_go_are_learned_from_and_tested(module, savedir):
     flags = small(module, savedir, "--env_args", "masks='info'", env="Crowd")
-    succeeds(*flags, module=module)
+    assert "both are learned from" not in succeeds(*flags, module=module).stderr
     video = savedir / "x.mp4"
     test = "--savedir", savedir, "--mode", "test", "--num_test_episodes", 3
     result = succeeds(*test, "--video", video, module=module)

@@ -3,6 +3,7 @@
 import ast
 import csv
 import json
+import logging
 import subprocess
 import sys
 
@@ -71,6 +72,26 @@ def test_labels_leave_out_flags_that_follow_from_the_agent(tmp_path):
         "agent=y, y_cost=1",
         "agent=y, y_cost=2",
     ]
+
+
+def test_an_agent_without_presets_has_none(tmp_path):
+    flags = [dict(agent="x", rate=1), dict(agent="x", rate=2, preset=None)]
+    runs = [run(make_run(tmp_path / str(i), **f)) for i, f in enumerate(flags)]
+    assert list(plot.group(runs)) == ["rate=1", "rate=2"]
+
+
+def test_curves_tell_what_they_end_with(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(plot.log, "handlers", [caplog.handler])
+    monkeypatch.setattr(plot.log, "level", logging.INFO)
+    runs = [RunOf(tmp_path / name, y) for name, y in (("a", 1), ("b", 3), ("c", 12345))]
+    plot.tell_last({"x": runs[:2], "": runs[2:]}, "loss")
+    told = ["x, 2 runs: loss 2.00 ± 1.00", "c: loss 12,345.00"]
+    assert [record.getMessage() for record in caplog.records] == told
+
+
+class RunOf:
+    def __init__(self, path, *y):
+        self.path, self.y = path, y
 
 
 def test_a_run_without_flags_is_a_curve_of_its_own(tmp_path):

@@ -66,8 +66,8 @@ def add_reward_flags(group, clipping, normalized=False):
         group.add_argument("--normalize_rewards",
                            action=argparse.BooleanOptionalAction, default=False,
                            help="divide rewards by the running standard deviation of "
-                           "the discounted return, or by more, so that the largest is "
-                           "10, instead of --reward_clipping")
+                           "the discounted return, or by up to ten times as much, so "
+                           "that the largest is 10, instead of --reward_clipping")
     # fmt: on
     group.set_defaults(normalize_rewards=False)  # Not all agents have this flag.
 
@@ -338,7 +338,7 @@ class Agent:
             return
         load_optimizer(self.optimizer, state["optimizer"])
         if (rewards := self.normalized_rewards) is not None:  # Older runs have no such.
-            state.get("normalized_rewards", {}).setdefault("most", rewards.most)
+            state.get("normalized_rewards", {}).setdefault("largest", rewards.largest)
         for name, x in self.learned.items():
             load = load_weights if isinstance(x, nn.Module) else type(x).load_state_dict
             load(x, state[name])

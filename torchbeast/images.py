@@ -143,7 +143,8 @@ def prepare(observations, resize=None, layout=None):
     if layout in ("HWC", "CHW") and not has_images(space):
         raise BadInput(
             f"--observation_layout {layout}: the environment has {observations.space}, "
-            f"expected an image with sides of {MIN_SIDE} or more"
+            f"expected an image with sides of {MIN_SIDE} or more; without the flag "
+            "they are numbers"
         )
     observations.convert(space, resizers)
 

@@ -158,7 +158,8 @@ class NormalizedRewards(nn.Module):
 
     Where an episode of many steps has one reward, that is many standard deviations. So
     that none is more than 10, and all keep their proportions, all are divided by what
-    the largest one so far needs, if that is more.
+    the largest one so far needs, if that is more, but by no more than ten standard
+    deviations: one reward of a million must not hide the others.
 
     g crosses rollouts in the agent's core_state. most: what rewards are multiplied by
     at the most.
@@ -166,9 +167,9 @@ class NormalizedRewards(nn.Module):
 
     def __init__(self, discount, most=math.inf):
         super().__init__()
-        self.discount = discount
+        self.discount, self.most = discount, most
         self.statistics = RunningStatistics()
-        self.register_buffer("most", torch.tensor(float(most), dtype=torch.float64))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
 
     def initial_state(self, batch_size):
         # In double precision, as rewards may be anything.
@@ -191,8 +192,11 @@ class NormalizedRewards(nn.Module):
         returns = self.returns(batch, state)[1:]
         self.statistics.update(returns, ~batch["done"][1:])
         largest = ranks.current.max(batch["reward"].abs().max().double())
-        self.most.copy_(torch.minimum(self.most, LIMIT / largest))
+        self.largest.copy_(torch.maximum(self.largest, largest))
 
     def forward(self, rewards):
-        scaled = rewards * torch.minimum(self.statistics.scale(), self.most)
-        return scaled.clamp(-LIMIT, LIMIT).float()  # A batch may have a larger one.
+        scale = self.statistics.scale()
+        if self.most < math.inf:
+            scale = scale.clamp(max=self.most)
+        scale = (LIMIT / self.largest).clamp(scale / LIMIT, scale)
+        return (rewards * scale).clamp(-LIMIT, LIMIT).float()

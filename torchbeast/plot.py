@@ -94,11 +94,14 @@ def group(runs, names=None):
     def values(run, names):
         if not run.flags:
             return run.path.name
-        pairs = [(name, run.flags.get(name)) for name in names]
+        pairs = [(name, value(run, name)) for name in names]
         return ", ".join(f"{name}={x}" for name, x in pairs if x is not None)
 
+    def value(run, name):  # An agent without presets has no such flag.
+        return run.flags.get(name, "None" if name == "preset" else None)
+
     def differ(runs):
-        return {n for n in found if len({run.flags.get(n) for run in runs}) > 1}
+        return {n for n in found if len({value(run, n) for run in runs}) > 1}
 
     if names is None:
         known = [run for run in runs if run.flags]
@@ -110,7 +113,10 @@ def group(runs, names=None):
     curves = {}
     for run in runs:
         curves.setdefault(values(run, names), []).append(run)
-    return curves
+    # Flags that only some programs have, or had, make long labels.
+    common = [n for n in names if all(n in run.flags for run in runs if run.flags)]
+    short = [values(of_curve[0], common) for of_curve in curves.values()]
+    return dict(zip(short, curves.values())) if len({*short}) == len(short) else curves
 
 
 def spread(runs):
@@ -147,15 +153,14 @@ def draw(axes, curves):
 
 
 def tell_last(curves, column):
-    """Logs what each curve ends with: the mean of its runs, and its standard error."""
+    """Logs what the runs of each curve end with, their mean and its standard error."""
     for label, runs in curves.items():
-        last, error = [run.y[-1] for run in runs], ""
-        if len(last) > 1:
-            error = (
-                f" ± {np.std(last, ddof=1) / len(last) ** 0.5:.2g}, {len(last)} runs"
-            )
-        name = label or runs[0].path.name
-        log.info("%s: %s %.4g%s", name, column, np.mean(last), error)
+        last, num = [run.y[-1] for run in runs], len(runs)
+        text, who = f"{column} {np.mean(last):,.2f}", runs[0].path.name
+        if num > 1:
+            text += f" ± {np.std(last, ddof=1) / num**0.5:,.2f}"
+            who = f"{num} runs"
+        log.info("%s: %s", ", ".join(filter(None, (label, who))), text)
 
 
 def plot(flags):

@@ -91,7 +91,7 @@ class Streams:
             name = s["environment"]
             if name and name not in self._environments and len(self._environments) < 10:
                 log.warning(
-                    "%s steps %.100s, the learner was told of %.100s: both are learned "
+                    "%s steps %.300s, the learner was told of %.300s: both are learned "
                     "from",
                     unquote(s["address"]),
                     name,
