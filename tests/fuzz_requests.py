@@ -129,7 +129,7 @@ def fuzz(seed, num_streams=math.inf, seconds=math.inf):
     """(Counter of how streams ended, how many requests they read). AssertionError if
     one did not end as it should have."""
     rng = random.Random(seed)
-    flags = argparse.Namespace(env="fuzz", seed=None, envs_per_server=E)
+    flags = argparse.Namespace(env="fuzz", env_args=[], seed=None, envs_per_server=E)
     server = EnvironmentServer(lambda *_: Environment(Env()), flags)
     ends = Counter()
     num_read = 0

@@ -89,7 +89,6 @@ def test_what_looks_like_images_is_encoded_by_convolutions(space, expected):
         ("CHW", (16, 16, 29), (16, 29, 16)),
         ("HWC", (2, 20, 80, 40), (20, 80, 80)),
         ("HWC", (15, 12), (15, 12, 1)),
-        ("HWC", (8, 8, 3), None),
         ("numbers", (84, 84, 3), None),
         ("numbers", (84, 84), None),
     ],

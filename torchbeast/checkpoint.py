@@ -7,7 +7,6 @@ step, updates, episodes, seconds, returns, best, rng    the run's counters
 
 import io
 import os
-import pickle
 import shutil
 
 import torch
@@ -133,6 +132,6 @@ def load_weights(module, weights):
 
 def not_a_checkpoint(path, error):
     why = first_line(error)
-    if isinstance(error, pickle.UnpicklingError):  # PyTorch says how to execute it.
+    if "weights_only" in str(error):  # PyTorch says how to execute it.
         why = "it is damaged, or holds more than tensors, numbers and texts"
     return BadInput(f"{path} is not a checkpoint that can be read: {why}")
