@@ -167,6 +167,17 @@ def test_atari_trains_tests_and_records_a_video(savedir, tmp_path):
     assert frames.get(cv2.CAP_PROP_FRAME_HEIGHT) == 210
 
 
+def test_a_film_without_a_display_prints_no_error(savedir, tmp_path, monkeypatch):
+    names = "DISPLAY", "WAYLAND_DISPLAY", "XDG_RUNTIME_DIR", "SDL_VIDEODRIVER"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    env = "--env", "CartPole-v1", "--savedir", savedir
+    succeeds(*serial_run(savedir, env="CartPole-v1", steps=40))
+    film = "--num_test_episodes", 1, "--video", tmp_path / "cart.mp4"
+    result = run(*env, "--mode", "test", *film)  # What C prints is in it.
+    assert result.returncode == 0 and "error" not in result.stderr, result.stderr
+
+
 @pytest.mark.slow
 def test_terminal_shows_a_live_line(savedir, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")

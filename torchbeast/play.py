@@ -25,6 +25,8 @@ from torchbeast.tracking import Trackers
 def test(flags, create_env):
     """Plays whole games with the weights of a checkpoint. Returns the exit code."""
     mode = render_mode(flags)
+    if not has_display():  # pygame would print an error.
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     path = run.checkpoint_path(flags)
     flags.seed = seeds.set_seed(flags.seed)
     if flags.opponent is not None and flags.opponents is None:
@@ -111,18 +113,18 @@ class Policy:
         return map_structure(lambda x: x[0].numpy(), outputs["action"])
 
 
+def has_display():
+    return any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+
+
 def render_mode(flags):
     """Returns what the environment is to render. Raises BadInput where that cannot be
     shown."""
-    displays = ("DISPLAY", "WAYLAND_DISPLAY")
-    no_display = not any(map(os.environ.get, displays))
     if flags.mode == "test" and flags.video:
-        if no_display:  # pygame would print that as an error.
-            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         return "rgb_array"
     if flags.mode == "test":
         return None
-    if no_display:
+    if not has_display():
         raise BadInput(
             "--mode test_render needs a display, and neither DISPLAY nor "
             "WAYLAND_DISPLAY is set: use --mode test --video FILE.mp4"
