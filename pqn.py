@@ -10,11 +10,11 @@ Q-network needs no target network. Read it top to bottom: flags, Net, Agent.
 What it does not define is in torchbeast/q_learning.py and torchbeast/agents.py.
 
 A batch is learned from several times, in minibatches. The targets are Q(lambda) by the
-network at the start of the update. Where acting waits for learning, this network is the
-one that acted, as in the paper. Rollouts of older policies have old actions, but values
-are always by the current network. Peng's Q(lambda) corrects for neither old nor random
-actions: with a larger lambda its values are more those of the actions that were taken
-(arXiv 2103.00107).
+network at the start of the update, which is the one that acted, unless --async lets
+acting go on while it learns. Then actions are of older policies; values are always by
+the current network. Peng's Q(lambda) corrects for neither old nor random actions: with
+a larger lambda its values are more those of the actions that were taken (arXiv
+2103.00107).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -70,7 +70,7 @@ def parser():
                    metavar="LAMBDA", help="weight of later steps in the targets; 0: "
                    "only the next step's value, 1: all rewards of the rollout "
                    "(default: %(default)s)")
-    agents.add_async_flag(g, True)
+    agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (RAdam)")
     minibatches.add_flags(g, 4, None)
