@@ -232,13 +232,17 @@ def train(flags):
     learner = Learner(flags, run, agent, SharedWeights(agent.net), device, create_env)
     # A resumed run does not repeat the episodes of its first session.
     seed = seeds.derive_seed(flags.seed, run.step, ranks.current.rank)
-    actors = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
-    learner.describe(actors, env.texts)
+    text = f"{flags.num_actors} actors of {flags.envs_per_actor} environments"
+    learner.describe(text, env.texts)
 
     if flags.num_actors > 0:
         num_rows = flags.envs_per_actor * env.num_agents
-        parts = flags, num_rows, seed, learner, buffers
-        return learner.train(lambda signals: train_with_actors(*parts, signals))
+        full_queue = queue.Queue()
+        actors = ActorProcesses(
+            act, flags, num_rows, seed, buffers, learner.weights, full_queue
+        )
+        parts = flags, actors, full_queue, learner, buffers
+        return learner.train(lambda signals: train_with_actors(*parts, signals), actors)
     stop_telling = tell_slow(first_rollouts(flags, flags.envs_per_actor))
     # Not in learner.train(), where Ctrl-C waits for a step: constructors may be slow.
     env = create(create_env, flags, flags.envs_per_actor, seed=seed)
@@ -278,13 +282,9 @@ def train_serially(flags, env, seed, learner, buffers, signals):
             return
 
 
-def train_with_actors(flags, num_rows, seed, learner, buffers, signals):
+def train_with_actors(flags, actors, full_queue, learner, buffers, signals):
     """Starts actors and a learner thread, waits for a signal or the last step, ends all
     of them. Raises what went wrong in any of them."""
-    full_queue = queue.Queue()
-    actors = ActorProcesses(
-        act, flags, num_rows, seed, buffers, learner.weights, full_queue
-    )
     learner.start(actors.stage_seconds, actors.take_metrics)
     threads = Threads()
 
@@ -306,7 +306,6 @@ def train_with_actors(flags, num_rows, seed, learner, buffers, signals):
         threads.run(signals, end)
     finally:
         actors.stop()
-        actors.join()
 
 
 def main(argv=None):

@@ -28,6 +28,7 @@ import polybeast_env
 import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, devices, ranks, replay, rollouts, seeds
+from torchbeast.encoders import to_channels_last
 from torchbeast.environment import probe, with_arguments
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
@@ -279,7 +280,7 @@ def inference(batcher, agent, weights, device):
     A batch's inputs are (step, core_state), [1, n, ...]; its outputs are act()'s, for
     the rollouts, and the next core_state. The weights do not change within a batch.
     """
-    agent.net.eval().to(device, memory_format=torch.channels_last)
+    to_channels_last(agent.net.eval(), device)
     version = None
 
     act = acting(agent, device)

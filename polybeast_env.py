@@ -12,7 +12,6 @@ compiler, so this file imports no torch (unless --env is WarpBeast's).
 
 import argparse
 import random
-import signal
 import time
 from itertools import cycle, islice
 
@@ -21,7 +20,7 @@ from torchbeast import environment, images, seats
 from torchbeast.flags import Parser, number, run_command, text_or_path
 from torchbeast.machine import num_cores
 from torchbeast.messages import BadInput, log
-from torchbeast.process import allow_open_files, handle_signals, ignore_again, leave
+from torchbeast.process import Signals, allow_open_files, leave
 from torchbeast.remote import MAX_ENVS, tls
 
 
@@ -161,23 +160,21 @@ def serve(flags):
     allow_open_files(max(4 * flags.num_servers, server.MAX_CONNECTIONS))
     # A bad --env is to raise BadInput here, not in a server process.
     environment.probe(create_env, flags, min(2, flags.envs_per_server))
-    received = []
-    handle_signals(lambda signum, _: received.append(signum))
     if flags.insecure:
         log.warning(tls.INSECURE)
-    with servers.Servers(create_env, module) as running:
+    with Signals() as signals, servers.Servers(create_env, module) as running:
+        signals.on_second = running.kill
         running.start(flags, where)
         what = {"server": "at", "dialer": "for the learners"}[module]
         log.info(
             f"{flags.env}: {flags.envs_per_server} environments for each stream "
             f"{what} {', '.join(where)}"
         )
-        while not received:
+        while not signals.received:
             time.sleep(0.2)
             running.restart_ended()
-    ignore_again(time.monotonic())
-    log.info("stopped by %s", signal.Signals(received[0]).name)
-    return 128 + received[0]
+    log.info("stopped by %s", signals.received.name)
+    return 128 + signals.received
 
 
 def main(argv=None):

@@ -23,7 +23,7 @@ import torch
 
 from atari_wrappers import is_atari
 from torchbeast import agents, normalization, q_learning, ranks, replay, targets
-from torchbeast.encoders import initialize, mlp
+from torchbeast.encoders import initialize, mlp, to_channels_last
 from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.nests import map_structure
@@ -161,7 +161,7 @@ class Agent(QAgent):
         target = self.make_net(self.observation_space, self.action_space)
         self.target_net = self.learned["target"] = self.normalized(target)
         self.target_net.requires_grad_(False)
-        self.target_net.to(device, memory_format=torch.channels_last)
+        to_channels_last(self.target_net, device)
         self.target_net.load_state_dict(self.net.state_dict())
         T = flags.unroll_length
         self.num_learned = flags.replay_batch_size * (T if flags.use_lstm else 1)

@@ -100,6 +100,7 @@ def update_stage(flags):
     import torch
 
     from torchbeast import devices
+    from torchbeast.encoders import to_channels_last
 
     B = flags.batch_size
     env = polybeast_env.create_env(flags, 1)
@@ -114,13 +115,16 @@ def update_stage(flags):
     batch["core_state"] = agent.initial_state(B)
     device = torch.device(flags.learner_device)
     batch = devices.to_device(batch, device)
-    agent.net.to(device, memory_format=torch.channels_last)
+    to_channels_last(agent.net, device)
     if flags.compile:
         agent.net.compile()
     agent.start_learning(device)
 
-    def update():
-        float(next(iter(agent.learn(batch).values())))
+    unread = []
+
+    def update():  # As the learner: a statistic is read one update late.
+        unread.append(next(iter(agent.learn(batch).values())))
+        float(unread.pop(0) if len(unread) > 1 else 0)
 
     return update
 

@@ -240,7 +240,8 @@ class ActorPool {
     changed_.notify_all();
   }
 
-  // Another stream. The same address may be there several times.
+  // Another stream. The same address may be there several times. Throws where no thread
+  // can be started.
   void add(const std::string& address) {
     std::lock_guard<std::mutex> lock(mu_);
     if (stopping_) return;
@@ -256,7 +257,12 @@ class ActorPool {
     actor.status.address = address;
     actor.status.state = "connecting";
     actor.since = Clock::now();
-    if (running_) start(&actor);
+    try {
+      if (running_) start(&actor);
+    } catch (...) {
+      actors_.pop_back();
+      throw;
+    }
   }
 
   // Ends the streams to the address. False if there is none.

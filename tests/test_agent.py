@@ -5,7 +5,10 @@ weights, one update.
 import copy
 import functools
 import itertools
+import multiprocessing
+import os
 import threading
+import time
 import types
 from collections import deque
 
@@ -25,7 +28,7 @@ from tests.programs import read_logs, succeeds
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
 from torchbeast.encoders import make_encoder
 from torchbeast.flags import parse_args
-from torchbeast.messages import BadInput
+from torchbeast.messages import BadInput, Stop
 from torchbeast.nests import leaves, map_structure
 from torchbeast.networks import LSTM, ActorCritic
 
@@ -267,7 +270,7 @@ def test_actors_get_free_buffers_by_turns(args, buffers):
             self.got = []
 
         def send(self, indices):
-            self.got += indices
+            self.got.append(indices)
 
     buffers = {"done": torch.zeros(1, 8), **buffers}
     flags = parse(*args)
@@ -283,8 +286,58 @@ def test_actors_get_free_buffers_by_turns(args, buffers):
         full = list(actor.held)[:2]
         actor.held.difference_update(full)
         processes.free(full)
-    counts = [len(actor.connection.got) for actor in members]
+    counts = [sum(map(len, actor.connection.got)) for actor in members]
     assert min(counts) > 0.7 * max(counts), counts
+    # In few messages: who still starts reads none, and a pipe has little room.
+    assert all(len(actor.connection.got) < 30 for actor in members)
+    assert len(members[0].connection.got[0]) > 2
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    """An actor whose process does nothing, and the list of those that were killed."""
+    ours, theirs = multiprocessing.Pipe()
+    killed, waits = [], []
+
+    def kill(process):
+        killed.append(process)
+        theirs.close()
+
+    process = types.SimpleNamespace(
+        pid=1,
+        exitcode=-9,
+        is_alive=lambda: True,
+        join=lambda timeout=0: waits.append(timeout),
+    )
+    monkeypatch.setattr(actors, "kill_group", kill)
+    long_ago = time.monotonic() - 10_000
+    return types.SimpleNamespace(
+        index=0, process=process, connection=ours, held=set(), ready=False,
+        started_at=long_ago, killed=killed, waits=waits,
+    )  # fmt: skip
+
+
+def actor_processes(actor, *args):
+    buffers = {"done": torch.zeros(1, 8)}
+    processes = actors.ActorProcesses(None, parse(*args), 2, 0, buffers, None, None)
+    processes._actors = [actor]
+    return processes
+
+
+@pytest.mark.survives("environment-hangs")
+def test_an_actor_that_hangs_while_it_starts_is_killed(actor):
+    processes = actor_processes(actor, "--max_actor_restarts", 0)
+    with pytest.raises(Stop, match="actor 0 died after 0 restarts"):
+        processes.run()
+    assert actor.killed
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_only_actors_that_still_import_are_not_waited_for(ready, actor):
+    actor.ready = ready
+    with actor_processes(actor):
+        pass
+    assert (actor.waits[0] > 10) is ready
 
 
 def test_buffers_that_shared_memory_has_no_room_for_are_refused():
@@ -574,6 +627,26 @@ def test_a_checkpoint_holds_what_an_agent_says_and_random_numbers(tmp_path):
     checkpoint.load_weights(other, loaded["agent"]["net"])
     torch.testing.assert_close(other.weight, net.weight)
     assert [p.name for p in tmp_path.iterdir()] == ["model.tar"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_newest_checkpoints_are_kept_though_the_clock_was_set_back(
+    links, tmp_path, monkeypatch
+):
+    def no_links(*_):
+        raise PermissionError
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path, now = tmp_path / "model.tar", time.time()
+    for step in range(1, 6):
+        path.unlink(missing_ok=True)
+        path.write_text(str(step))
+        at = now + step - (3600 if step > 2 else 0)
+        os.utime(path, (at, at))
+        checkpoint.keep(path, step, 2)
+        assert (tmp_path / f"model-{step:012d}.tar").read_text() == str(step)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.survives("checkpoint-does-not-fit")

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from tests import envs
+from torchbeast import encoders
 from torchbeast.encoders import (
     NETS,
     NUMBERS,
@@ -315,3 +317,10 @@ def test_a_table_of_integers_that_is_read_as_numbers_says_how_it_becomes_an_imag
     assert "(numbers, 432 (24 x 18: --observation_layout HWC makes it" in said
     said = summary(make_encoder(spaces.Box(0, 9, (24, 4), np.uint8)))
     assert "(numbers, 96)" in said  # No image, whatever one says.
+
+
+def test_a_network_of_ones_own_may_have_convolutions_of_three_dimensions():
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv3d(1, 4, 3))
+    encoders.to_channels_last(net, torch.device("cpu"))
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert net[1](torch.zeros(1, 1, 8, 8, 8)).shape == (1, 4, 6, 6, 6)

@@ -13,10 +13,11 @@ import termios
 import time
 
 import pytest
+import torch
 
 from tests.programs import ROOT, TIMEOUT_S, Program, command, run
 from torchbeast import combinations
-from torchbeast.launch import launch
+from torchbeast.launch import Job, launch
 from torchbeast.messages import BadInput
 
 TINY = (sys.executable, "-m", "tests.tiny_program")
@@ -155,6 +156,16 @@ def test_a_run_is_resumed_until_it_is_complete_and_then_skipped(savedir):
     assert "seed=1: failed, step 800; return" in text
     assert "complete, but its command has --use_lstm: name these runs" in text
     assert output(savedir, "seed=1") == before
+
+
+def test_a_run_that_has_the_steps_of_its_agent_or_preset_is_complete(tmp_path):
+    run = tmp_path / "x"
+    run.mkdir()
+    (run / "meta.json").write_text('{"flags": {"total_steps": 400}}')
+    torch.save({"step": 400, "flags": {"env": "e", "agent": "a"}}, run / "model.tar")
+    words = ["python", "-m", "monobeast", "--savedir", str(tmp_path)]
+    assert Job("x", words).state == "complete"
+    assert Job("x", [*words, "--total_steps", "401"]).state == "waits"
 
 
 def test_runs_that_fail_do_not_stop_the_others(savedir):

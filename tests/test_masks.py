@@ -156,6 +156,15 @@ def test_random_actions_of_q_learning_are_uniform_over_what_is_allowed():
     assert counts[0] == counts[2] == 0 and 9_000 < counts[1] < 11_000
 
 
+def test_a_mask_that_is_not_in_the_first_info_is_refused():
+    actions = Actions(spaces.Discrete(3), 1)
+    late = masks.Masks(actions, 1, False)
+    late.take(0.0, {}, 0)
+    late.take(0.0, {"other": 1}, 0)
+    with pytest.raises(BadStep, match="info/action_mask is not in the first info"):
+        late.take(0.0, {"action_mask": np.ones(3, np.int8)}, 0)
+
+
 AGENTS = {
     "impala": (),
     "lstm": ("--use_lstm",),

@@ -113,6 +113,16 @@ def test_old_environment_is_seeded_rendered_and_closed():
     ]
 
 
+def test_old_environment_may_render_in_one_mode_only():
+    class Frames(OldScript):
+        def render(self):
+            return np.full((2, 2, 3), 7, np.uint8)
+
+    env = Environment(Frames(0))
+    env.initial()
+    np.testing.assert_array_equal(env.render(), np.full((2, 2, 3), 7))
+
+
 def test_old_environment_may_return_what_gym_0_26_did():
     class Late(OldScript):
         def reset(self):

@@ -10,11 +10,15 @@ import statistics
 import subprocess
 import threading
 
+import cv2
+import numpy as np
 import pytest
 
 from tests.programs import ROOT, SERIAL, args, command, main, refusal, succeeds
 from torchbeast import play
 from torchbeast.flags import run_parser
+from torchbeast.messages import BadInput
+from torchbeast.play import Video
 
 HOSTILE = "tests.hostile_envs:"
 
@@ -49,6 +53,32 @@ def test_a_test_whose_output_nobody_reads_ends_without_a_word(trained):
 def test_a_video_of_another_kind_is_refused_before_the_game(trained):
     flags = ("--savedir", trained, "--mode", "test", "--video", trained / "pong")
     assert "pong: expected a name that ends in .mp4" in refusal(*flags)
+
+
+def test_a_film_has_every_frame_in_the_size_of_the_first_one(tmp_path):
+    path = str(tmp_path / "x.mp4")
+    video = Video(path, 30)
+    for height, channels in ((64, 3), (66, 3), (64, 4)):
+        video.write(np.full((height, 64, channels), 100, np.uint8))
+    video.close()
+    film = cv2.VideoCapture(path)
+    assert [film.read()[0] for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("frame", "what"),
+    [
+        (np.zeros((64, 64, 3)), r"float64 \[64, 64, 3\]"),
+        (np.zeros((3, 64, 64), np.uint8), r"uint8 \[3, 64, 64\]"),
+        ([1, 2], "list"),
+    ],
+)
+def test_a_frame_of_another_kind_is_named(frame, what, tmp_path):
+    video = Video(str(tmp_path / "x.mp4"), 30)
+    with pytest.raises(
+        BadInput, match=rf"returned {what}, expected an array \[H, W, 3"
+    ):
+        video.write(frame)
 
 
 def test_results_of_earlier_tests_stay(trained):

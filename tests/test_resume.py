@@ -72,6 +72,13 @@ def test_resumed_run_takes_the_learning_rate_of_its_own_command(trained):
     assert rates == pytest.approx(expected)
 
 
+def test_what_a_killed_save_left_is_removed(trained):
+    half = trained / "x" / "replay.bin.tmp"
+    half.write_bytes(b"half")
+    succeeds(*serial_run(trained, *LOG, steps=440))
+    assert not half.exists()
+
+
 def test_finished_run_is_not_trained_further(trained):
     result = main(*serial_run(trained, steps=400))
     assert result.returncode == 0 and load(trained)["step"] == 400

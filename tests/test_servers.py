@@ -5,11 +5,13 @@ import importlib
 import os
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 
-from torchbeast import process
+import polybeast_env
+from torchbeast import environment, process
 from torchbeast.messages import BadInput, Stop
 from torchbeast.process import Signals
 from torchbeast.remote import servers
@@ -95,3 +97,15 @@ def test_children_are_killed_though_one_is_of_another_user(monkeypatch):
     assert children[1].poll() is None
     children[1].kill()
     children[1].wait()
+
+
+def test_a_signal_ends_the_command_while_its_servers_start(
+    create_env, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HANGS", "1")
+    monkeypatch.setattr(polybeast_env, "create_env", create_env)
+    monkeypatch.setattr(environment, "probe", lambda *_: None)
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    words = ["--num_servers", "1", "--address", f"unix:{tmp_path}/s"]
+    assert polybeast_env.main(words) == 128 + signal.SIGTERM

@@ -20,6 +20,7 @@ from gymnasium.vector import (
 from tests import envs
 from tests.test_environment import play, random_actions, same
 from tests.test_make import raises
+from torchbeast import hints
 from torchbeast.calls import EnvironmentRaised
 from torchbeast.environment import Environment, first_step
 from torchbeast.messages import BadInput, log
@@ -403,3 +404,15 @@ def test_what_close_raises_is_logged(caplog, monkeypatch):
     monkeypatch.setattr(log, "handlers", [caplog.handler])
     Environment([envs.Counter(), envs.Counter()]).close()
     assert "close() of Counter raised OSError: again" in caplog.text
+
+
+def test_numbers_beyond_a_declared_box_are_told_of_but_not_what_rounding_does():
+    box = spaces.Box(0, 1, (2, 2), np.float32)
+    space = spaces.Dict({"image": box, "far": spaces.Box(-np.inf, np.inf, (1,))})
+    x = {"image": np.full((3, 2, 2), 1.0000001), "far": np.full((3, 1), 1e30)}
+    assert list(hints.outside(space, x)) == []
+    x["image"][1, 0, 0] = 255
+    [line] = hints.outside(space, x)
+    assert line == (
+        "observation/image has numbers from 1 to 255, its space declares 0 to 1"
+    )

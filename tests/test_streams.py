@@ -1,6 +1,7 @@
 """What the learner does about its streams; the pool and the clock are not real."""
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import torch
 
 import polybeast_env
 from torchbeast import machine, process
+from torchbeast.environment import MAX_METRICS
 from torchbeast.messages import BadInput, Stop
 from torchbeast.remote import addresses, server, sources, streams
 from torchbeast.remote import torchbeast_pb2 as pb
@@ -282,6 +284,29 @@ def test_a_run_ends_when_each_stream_has_failed_and_nothing_was_ever_delivered()
 )
 def test_metrics_of_servers_are_taken_as_far_as_they_are_numbers(texts, expected):
     assert streams.decode_metrics(texts) == expected
+
+
+def test_a_server_sends_no_more_metrics_than_an_episode_may_have():
+    [metrics] = streams.decode_metrics([json.dumps({f"m{i}": i for i in range(1000)})])
+    assert list(metrics) == [f"m{i}" for i in range(MAX_METRICS)]
+
+
+def test_streams_for_which_there_are_no_threads_are_told_of(tmp_path, lines):
+    class Full(Pool):
+        def add(self, address):
+            if len(self.streams) == 3:
+                raise RuntimeError("Resource temporarily unavailable")
+            super().add(address)
+
+    path = tmp_path / "hosts"
+    path.write_text("a:1")
+    pool = Full("a:1")
+    watched = streams.Streams(pool, flags(f"@{path}"), "Env-v0")
+    path.write_text("a:1\nb:1\nb:1\nb:1")
+    watched.check()
+    assert pool.addresses() == ["a:1", "b:1", "b:1"]
+    expected = "no more streams to b:1: Resource temporarily unavailable"
+    assert lines[0] == f"{path}: {expected}"
 
 
 def test_hosts_that_dial_in_are_logged_by_their_number_of_streams(lines):

@@ -88,6 +88,22 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path, lines):
     assert "OSError: the disk" in path.read_text()
 
 
+def test_what_a_tracker_started_is_killed_when_it_ends_and_nobody_later(
+    tmp_path, lines, monkeypatch
+):
+    killed = []
+    monkeypatch.setattr(tracking, "kill_group", killed.append)
+    trackers = tracking.Trackers(["notes_tracker"], tmp_path, 7)
+    trackers.call("log", {"step": 13})  # It raises.
+    [process] = trackers._processes
+    while process._thread.is_alive():
+        trackers.call("log", {"step": 14})
+        time.sleep(0.05)
+    assert killed == [process._process]
+    trackers.finish(0)
+    assert len(killed) == 1
+
+
 def test_a_tracker_that_hangs_is_killed_after_a_while(tmp_path, lines, monkeypatch):
     monkeypatch.setattr(tracking, "FINISH_S", 1)
     assert tracked(tmp_path, 99, 100)[-1] in ("log 99", "hangs")

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from torch import nn
 
 from torchbeast import agents, distributions, ranks, replay
-from torchbeast.encoders import mlp
+from torchbeast.encoders import mlp, to_channels_last
 from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
@@ -160,7 +160,7 @@ class ReplayAgent(agents.Agent):
         )
         for critic in critics:
             self.normalized(critic)
-        return critics.to(device, memory_format=torch.channels_last)
+        return to_channels_last(critics, device)
 
     def make_targets(self, device):
         target = self.make_critics(device)

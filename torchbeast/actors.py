@@ -27,6 +27,7 @@ from torchbeast.flags import number, synchronous
 from torchbeast.messages import BadInput, Repeated, Stop, first_line, log, setup_logging
 from torchbeast.nests import leaves, map_structure
 from torchbeast.process import (
+    START_S,
     allow_open_files,
     end_group,
     keep_freed_memory,
@@ -37,6 +38,7 @@ from torchbeast.process import (
 
 PAGE = resource.getpagesize()
 END_S = 20  # An actor's time to close its environments, as long as that gets further.
+READY = True  # What an actor sends once it takes orders.
 
 
 def actor_parser() -> argparse.ArgumentParser:
@@ -163,6 +165,7 @@ def _actor_process(index, act, flags, seed, buffers, weights, connection):
     keep_freed_memory()
     torch.set_num_threads(1)
     orders = Orders(connection)
+    orders.send(READY)
     calls.watch(flags.env, flags.env_timeout_seconds, orders.send)
     if index == 0:  # One tells for all.
         calls.tell_slow(calls.first_rollouts(flags, flags.envs_per_actor), "actor 0: ")
@@ -228,8 +231,8 @@ class Orders:
         return taken
 
     def send(self, message):
-        """Sends ([(index, version of the weights)], metrics of episodes, seconds of
-        stages), or why this process ends: a text, a Mistake, or a BadInput."""
+        """Sends READY, ([(index, version of the weights)], metrics of episodes, seconds
+        of stages), or why this process ends: a text, a Mistake, or a BadInput."""
         with contextlib.suppress(OSError):  # The learner is gone, which ends this.
             self._connection.send(message)
 
@@ -247,7 +250,8 @@ class ActorProcesses:
     free(indices)   any thread; never blocks.
     run()           one thread; returns after stop(). Raises Stop when an actor has died
                     too often without a rollout in between.
-    stop()          any thread, any number of times; then join(), which takes seconds.
+    stop()          any thread, any number of times. The context then waits for the
+                    actors' ends, which takes seconds.
     num_rows        of each actor: the agents of its environments.
     full_queue      gets (index, version of the weights it was begun with).
     take_metrics()  any thread; see Environment.take_metrics().
@@ -301,6 +305,7 @@ class ActorProcesses:
                 kill_group(process)
             actor = SimpleNamespace(index=index, process=process, connection=ours)
             actor.held = set()  # Indices of buffers that it fills, or will.
+            actor.ready, actor.started_at = False, time.monotonic()
             self._actors.append(actor)
             self._hand_out()
 
@@ -312,7 +317,7 @@ class ActorProcesses:
     def _hand_out(self):
         """Gives free buffers to actors: first to those that have none, and of these to
         the one that got some longest ago. Called with the lock."""
-        E = self.num_rows
+        E, given = self.num_rows, {}
         n = 1 if rollouts.are_apart(self.flags, self.buffers) else E  # Begin together.
         for ahead in range(0, self.AHEAD * E, n):
             for actor in self._actors:
@@ -321,13 +326,14 @@ class ActorProcesses:
                     actor.held.update(indices)
                     others = [x for x in self._actors if x is not actor]
                     self._actors = [*others, actor]  # At once: kill() has no lock.
-                    try:
-                        actor.connection.send(indices)
-                    except OSError:
-                        pass  # Dead: run() finds out, and frees what it held.
+                    given.setdefault(actor.index, (actor, []))[1].extend(indices)
+        # In one message: one that still starts reads none, and a pipe has little room.
+        for actor, indices in given.values():
+            with contextlib.suppress(OSError):  # Dead: run() finds out, and frees them.
+                actor.connection.send(indices)
 
     def run(self):
-        looked_at = 0
+        looked_at, limit_s = 0, max(START_S, self.flags.env_timeout_seconds)
         while not self._stopping:
             with self._lock:
                 actors = {a.connection: a for a in self._actors}
@@ -338,8 +344,13 @@ class ActorProcesses:
             if time.monotonic() - looked_at > 1:
                 looked_at = time.monotonic()
                 for actor in actors.values():
+                    late = looked_at - actor.started_at > limit_s and not actor.ready
+                    if late:
+                        log.error(
+                            "actor %d did not start in %g s", actor.index, limit_s
+                        )
                     # What its environment has forked keeps a dead actor's pipe open.
-                    if not actor.process.is_alive():
+                    if late or not actor.process.is_alive():
                         kill_group(actor.process)
 
     def _receive(self, actor):
@@ -347,7 +358,9 @@ class ActorProcesses:
             message = actor.connection.recv()
         except (EOFError, OSError):
             message = None
-        if isinstance(message, tuple):
+        if message is READY:
+            actor.ready = True
+        elif isinstance(message, tuple):
             items, metrics, seconds = message
             self._failures[actor.index] = 0
             with self._lock:
@@ -407,11 +420,17 @@ class ActorProcesses:
                 except OSError:
                     pass
 
-    def join(self):
-        """Waits for the actors to end. Called after stop() and the end of run()."""
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Waits for the actors to end, but for those that still import: they have no
+        environments to close. To be called after the end of run()."""
+        self.stop()
         deadline = time.monotonic() + END_S
         for actor in self._actors:
-            actor.process.join(max(0, deadline - time.monotonic()))
+            ready = actor.ready or actor.connection.poll()
+            actor.process.join(max(0, deadline - time.monotonic()) if ready else 0)
             kill_group(actor.process)
             actor.process.join()
             actor.connection.close()

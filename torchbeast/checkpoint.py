@@ -7,7 +7,6 @@ step, updates, episodes, seconds, returns, best, rng    the run's counters
 
 import io
 import os
-import shutil
 
 import torch
 
@@ -40,10 +39,11 @@ def keep(path, step, num):
     try:
         os.link(path, kept)
     except OSError:  # Some file systems have no links.
-        shutil.copyfile(path, kept)
-    all_kept = path.parent.glob(f"{path.stem}-{12 * '[0-9]'}.tar")
+        write_atomically(kept, path.read_bytes())
+    others = {*path.parent.glob(f"{path.stem}-{12 * '[0-9]'}.tar")} - {kept}
     # By time: who goes back to an earlier checkpoint goes on from there.
-    for old in sorted(all_kept, key=lambda p: p.stat().st_mtime_ns)[:-num]:
+    others = sorted(others, key=lambda p: p.stat().st_mtime_ns)
+    for old in others[: max(0, len(others) + 1 - num)]:
         old.unlink()
 
 

@@ -134,6 +134,17 @@ def initialize(module, gain=2**0.5):
                 nn.init.zeros_(layer.bias)
 
 
+def to_channels_last(module, device):
+    """Moves a module to the device, and its convolutions' weights into an order that is
+    twice as fast to train on a CPU. Returns it. (Module.to() refuses what has five
+    dimensions.)"""
+    module.to(device)
+    for x in module.parameters():
+        if x.ndim == 4:
+            x.data = x.data.contiguous(memory_format=torch.channels_last)
+    return module
+
+
 def begin_as_identities(module):
     """Has residual blocks add nothing at first (Zhang et al., arXiv 1901.09321, section
     3), after initialize(), which zeroes their biases. Else the deep network's first

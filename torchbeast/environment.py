@@ -397,6 +397,8 @@ def probe(create_env, flags, num_envs):
             )
         try:
             step = first_step(env)
+            for line in hints.outside(env.observation_space, step["observation"]):
+                log.warning("%s: %s", env.name, line)
             try_step(env)
             return env, step
         finally:

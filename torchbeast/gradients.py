@@ -53,10 +53,12 @@ def _sum_of_slices(parameters, loss, batch, reduction):
     sums = {}
     for part, weight in slices(batch, reduction):
         value, statistics = loss(part)
-        (weight * value).backward()
+        # Products and sums that change nothing would be a GPU's work, too.
+        whole = reduction == "sum" and part["done"].shape == batch["done"].shape
+        (value if whole else weight * value).backward()
         for name, x in statistics.items():
             x = x.detach() if torch.is_tensor(x) else value.new_full((), x)
-            sums[name] = sums.get(name, 0) + weight * x
+            sums[name] = x if whole else sums.get(name, 0) + weight * x
     return sums
 
 

@@ -1,4 +1,5 @@
-"""Hints for whoever types the name of an environment or of its arguments wrong.
+"""Hints for whoever types the name of an environment or of its arguments wrong, or
+declares something else than what it returns.
 
 No torch in here: environment servers import this file.
 """
@@ -9,11 +10,13 @@ import re
 import traceback
 
 import gymnasium
+import numpy as np
 from gymnasium.envs import registration
 
 from torchbeast import old_gym
 from torchbeast.messages import first_line
 from torchbeast.old_gym import OLD, PETTINGZOO
+from torchbeast.spaces import children
 
 
 def not_made(error, env_id, render_mode, caller):
@@ -90,3 +93,20 @@ def arguments(spec):
     except ValueError:  # It is a function in C.
         return "another"
     return f"one of {', '.join(names)}" if names else "none"
+
+
+def outside(space, observation, name="observation"):
+    """Yields a line for each Box of a space whose bounds numbers of the observation [E,
+    ...] exceed, by more than rounding."""
+    for key, part in children(space) or ():
+        yield from outside(part, observation[key], f"{name}/{key}")
+    if not isinstance(space, gymnasium.spaces.Box):
+        return
+    low, high = space.low.astype(float), space.high.astype(float)
+    least, most = np.min(observation, 0), np.max(observation, 0)
+    margin = np.nan_to_num(high - low, posinf=0) / 1000
+    if (least < low - margin).any() or (most > high + margin).any():
+        yield (
+            f"{name} has numbers from {least.min():.6g} to {most.max():.6g}, its space "
+            f"declares {low.min():.6g} to {high.max():.6g}"
+        )

@@ -23,7 +23,7 @@ from collections import deque
 from torchbeast import logs
 from torchbeast.combinations import combinations, difference, parse_varied
 from torchbeast.display import Table
-from torchbeast.flags import Parser, number, run_command, run_parser
+from torchbeast.flags import Parser, is_given, number, run_command, run_parser
 from torchbeast.machine import core_shares, num_cores, use_only
 from torchbeast.messages import BadInput, first_line
 from torchbeast.process import Signals, follow_parent, kill_group
@@ -58,6 +58,7 @@ def parser():
 def run_flags(command):
     """Returns those flags of a program that all programs have."""
     p = Parser(prog="launch", add_help=False, parents=[run_parser()])
+    p.set_defaults(command=command)
     return p.parse_known_args(command)[0]
 
 
@@ -88,6 +89,11 @@ class Job:
 
     def look(self):
         """Reads how far the run is."""
+        # Agents and presets have their own.
+        if not is_given(self.flags, "total_steps"):
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                own = json.loads((self.path / "meta.json").read_text())["flags"]
+                self.flags.total_steps = int(own["total_steps"])
         with contextlib.suppress(OSError):
             rows = logs.read(self.path / "logs.csv", last_bytes=100_000)
             if rows:

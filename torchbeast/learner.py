@@ -10,7 +10,7 @@ from logging import ERROR, INFO
 import torch
 
 from torchbeast import checkpoint, devices, dynamo, ranks, stages
-from torchbeast.encoders import large_images, summary
+from torchbeast.encoders import large_images, summary, to_channels_last
 from torchbeast.evaluation import Evaluator
 from torchbeast.flags import command_line, synchronous
 from torchbeast.images import RESIZED
@@ -91,8 +91,7 @@ class Learner:
         self.agent = agent
         self.device = device
         devices.use(device)
-        # channels_last: twice as fast to train on a CPU.
-        agent.net.to(device, memory_format=torch.channels_last)
+        to_channels_last(agent.net, device)
         if flags.compile:
             agent.net.compile()
         else:

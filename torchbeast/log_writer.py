@@ -6,6 +6,7 @@ import csv
 import io
 import math
 
+from torchbeast import logs
 from torchbeast.files import write_atomically
 from torchbeast.messages import log
 from torchbeast.tracking import Trackers
@@ -109,8 +110,7 @@ def cut_log(path, step, new_columns=()):
     Rows after that step are of a run that was killed: their updates are made again.
     """
     with open(path, newline="", errors="replace") as f:
-        lines = (line.replace("\0", "") for line in f if len(line) < 100_000)
-        reader = csv.DictReader(lines, quoting=csv.QUOTE_NONE)
+        reader = logs.reader(f)
         columns = list(reader.fieldnames or ())
         rows = [
             row
@@ -121,7 +121,9 @@ def cut_log(path, step, new_columns=()):
         ]
     if "step" not in columns:
         if path.stat().st_size > 0:
-            log.warning("%s is written anew: it has no column step", path)
+            aside = path.with_name(f"{path.name}.damaged")
+            path.replace(aside)
+            log.warning("%s has no column step: %s from now on", path, aside.name)
         columns, rows = [], []
     columns += new_columns
     text = io.StringIO(newline="")

@@ -8,6 +8,7 @@ from collections import deque
 
 # Columns of which a row that stands for others has the last value, not the mean.
 LAST = ("step", "frames", "seconds", "updates", "rss_mb")
+MAX_LINE = 2**17  # Longer than 1000 names, and as long as csv takes.
 
 
 def read(path, last_bytes=None):
@@ -21,10 +22,9 @@ def read(path, last_bytes=None):
         header = f.readline()
         start, end = f.tell(), f.seek(0, os.SEEK_END)
         f.seek(start if last_bytes is None else max(start, end - last_bytes))
-        text = (header + f.read()).decode(errors="replace").replace("\0", "")
-    lines = [line for line in text.splitlines() if len(line) < 100_000]
+        text = (header + f.read()).decode(errors="replace")
     rows = []
-    for line in csv.DictReader(lines, quoting=csv.QUOTE_NONE):
+    for line in reader(text.splitlines()):
         try:
             row = {name: float(x) for name, x in line.items() if x != ""}
             row = {name: x for name, x in row.items() if math.isfinite(x)}
@@ -35,6 +35,12 @@ def read(path, last_bytes=None):
             rows.pop()
         rows.append(row)
     return rows
+
+
+def reader(lines):
+    """Returns a csv.DictReader of those lines that may be rows."""
+    lines = (line.replace("\0", "") for line in lines if len(line) < MAX_LINE)
+    return csv.DictReader(lines, quoting=csv.QUOTE_NONE)
 
 
 def read_if_there(path):

@@ -59,6 +59,8 @@ class Masks:
         """Takes the mask of environment i, or those of all, out of what an environment
         returned. Returns the observation without it."""
         if self._none:
+            if self._leaves and isinstance(info, dict) and NAME in info:
+                raise BadStep(f"{self._name} is not in the first info, expected in all")
             return observation
         if self.of_observation is None:
             self._none = not isinstance(info, dict) or NAME not in info

@@ -78,7 +78,11 @@ class OldGym(gymnasium.Env):
         return observation, reward, bool(done) and not truncated, truncated, info
 
     def render(self):
-        return self.env.render(mode="rgb_array")
+        parameters = inspect.signature(self.env.render).parameters.values()
+        takes_mode = any(
+            p.name == "mode" or p.kind is p.VAR_KEYWORD for p in parameters
+        )
+        return self.env.render(**({"mode": "rgb_array"} if takes_mode else {}))
 
     def close(self):
         if hasattr(self.env, "close"):

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 
 import gymnasium
 import numpy as np
@@ -25,8 +26,9 @@ from torchbeast.tracking import Trackers
 def test(flags, create_env):
     """Plays whole games with the weights of a checkpoint. Returns the exit code."""
     mode = render_mode(flags)
-    if not has_display():  # pygame would print an error.
+    if not has_display():  # pygame would print an error, and MuJoCo raise one.
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        os.environ.setdefault("MUJOCO_GL", "egl")
     path = run.checkpoint_path(flags)
     flags.seed = seeds.set_seed(flags.seed)
     if flags.opponent is not None and flags.opponents is None:
@@ -234,21 +236,25 @@ class Video:
         self._writer = None
 
     def write(self, frame):
-        if getattr(frame, "ndim", 0) != 3:
+        given = type(frame).__name__
+        if isinstance(frame, np.ndarray):
+            given = f"{frame.dtype} {list(frame.shape)}"
+        if not re.fullmatch(r"uint8 \[\d+, \d+, [34]\]", given):
             raise BadInput(
-                f"--video: render() returned {type(frame).__name__}, expected an array "
-                "[H, W, 3]"
+                f"--video: render() returned {given}, expected an array [H, W, 3] uint8"
             )
         if self._writer is None:
-            height, width = frame.shape[:2]
+            self._size = frame.shape[1::-1]  # Width and height.
             self._writer = self._cv2.VideoWriter(
                 self._path,
                 self._cv2.VideoWriter_fourcc(*"mp4v"),
                 self._fps,
-                (width, height),
+                self._size,
             )
             if not self._writer.isOpened():
                 raise BadInput(f"--video {self._path} cannot be written as MP4")
+        if frame.shape[1::-1] != self._size:  # It would be left out.
+            frame = self._cv2.resize(frame, self._size)
         self._writer.write(self._cv2.cvtColor(frame, self._cv2.COLOR_RGB2BGR))
 
     def close(self):

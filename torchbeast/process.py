@@ -24,6 +24,7 @@ from torchbeast.messages import BadInput, Stop, log
 
 # What ends a program in order: Ctrl-C, a service manager, a terminal that is closed.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+START_S = 120  # A child's time to start, or --env_timeout_seconds if that is more.
 LEAVE_S = 10
 
 

@@ -75,6 +75,9 @@ class Run:
                 return
             # Before the checkpoint is read: nobody else writes another one after that.
             self._lock = files.lock(self.path / "lock")
+            # Of a process that was killed while it saved.
+            for name in "model.tar", "best.tar", "replay.bin":
+                (self.path / f"{name}.tmp").unlink(missing_ok=True)
             if self.checkpoint_path.exists():
                 if self.flags.disable_checkpoint:
                     raise BadInput(

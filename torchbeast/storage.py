@@ -37,6 +37,7 @@ class Store:
         self.device, kind = rollouts["done"].device, "memory"
         if self.device.type != "cpu":
             available, _ = devices.backend(self.device).mem_get_info(self.device)
+            available = available * 4 // 5  # Updates and graphs need the rest.
             kind = f"{self.device}'s memory"
         if needed > available:
             raise BadInput(

@@ -195,7 +195,10 @@ class _Process:
             while (call := self._queue.get())[0] != "finish":
                 self._connection.send(call)
             self._connection.send(call)
-        if self._process.wait() != 0:
+        failed = self._process.wait() != 0
+        # Not later: the number of its process group may be another's by then.
+        kill_group(self._process)  # And what it has started.
+        if failed:
             self._warn(f"ends: {logs.last_line(self.output, str.strip).strip()[:300]}")
 
     def join(self, deadline):
@@ -203,8 +206,8 @@ class _Process:
         if self._thread.is_alive():
             what = f"did not finish within {FINISH_S} s, and was killed"
             self._warn(f"{what}: the newest lines may be missing")
-        kill_group(self._process)  # And what it has started.
-        self._process.wait()
+            kill_group(self._process)
+            self._thread.join()
 
     def _warn(self, what):
         if not self._told:

@@ -12,11 +12,16 @@ import time
 
 from torchbeast import files
 from torchbeast.messages import BadInput, Stop, log
-from torchbeast.process import Signals, kill_group, signals_blocked, start_python
+from torchbeast.process import (
+    START_S,
+    Signals,
+    kill_group,
+    signals_blocked,
+    start_python,
+)
 from torchbeast.remote.addresses import count_up
 
 MAX_FAILURES = 5
-START_S = 60  # A process's time to start, or --env_timeout_seconds if that is more.
 END_S = 20  # A server's time to close its environments, as long as that gets further.
 
 

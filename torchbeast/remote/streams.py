@@ -12,7 +12,7 @@ from collections import Counter
 from urllib.parse import unquote
 
 from torchbeast import ranks
-from torchbeast.environment import NAME
+from torchbeast.environment import MAX_METRICS, NAME
 from torchbeast.messages import REMIND_S, BadInput, Stop, Throttle, log
 from torchbeast.remote.addresses import NO_SERVER, read, reason
 from torchbeast.remote.sources import usable
@@ -168,8 +168,11 @@ class Streams:
                 missing = new[address]
             else:
                 missing = new[address] - old[address]
-            for _ in range(missing):
-                self._actors.add(address)
+            try:
+                for _ in range(missing):
+                    self._actors.add(address)
+            except RuntimeError as e:  # There can be no more threads.
+                log.warning("%s: no more streams to %s: %s", self._path, address, e)
         for a in changed[:MAX_CHANGES]:
             log.info("%s: %s has %d streams, %d before", self._path, a, new[a], old[a])
         if len(changed) > MAX_CHANGES:
@@ -233,7 +236,7 @@ def decode_metrics(texts):
             result.append(
                 {
                     name: float(x)
-                    for name, x in metrics.items()
+                    for name, x in list(metrics.items())[:MAX_METRICS]
                     if re.fullmatch(NAME, name) and math.isfinite(x)
                 }
             )
