@@ -173,8 +173,9 @@ def test_results_are_the_callers_own(own):
     assert results[-1][0].tolist() == [2, 2] and results[-1][1].item() == 2
 
 
-def test_of_batches_of_many_shapes_only_the_first_are_captured(own):
-    calls = []
+def test_of_batches_of_many_shapes_only_the_first_are_captured(own, monkeypatch):
+    calls, told = [], []
+    monkeypatch.setattr(graphs.log, "info", lambda *args: told.append(args))
 
     def step(batch):
         calls.append(len(batch))
@@ -185,6 +186,7 @@ def test_of_batches_of_many_shapes_only_the_first_are_captured(own):
             assert own.of(step, torch.ones(n, device="cuda:0"))().item() == n
     called = [calls.count(n + 1) for n in range(graphs.MAX_SHAPES + 1)]
     assert called == [*[graphs.WARM_UP + 1] * graphs.MAX_SHAPES, graphs.WARM_UP + 3]
+    assert len(told) == 1
     calls.clear()
 
     def another(batch):

@@ -18,7 +18,7 @@ import warnings
 import torch
 
 from torchbeast import devices, ranks
-from torchbeast.messages import BadInput, Stop, first_line
+from torchbeast.messages import BadInput, Stop, first_line, log
 from torchbeast.nests import leaves, map_structure
 
 WARM_UP = 3  # Calls before one is captured: libraries get ready in them.
@@ -42,6 +42,7 @@ class Graphs:
 
     def __init__(self, flags, device, optimizer):
         self._stream, self._batches, self._steps = None, {}, {}
+        self._told = False  # That there are too many shapes.
         # The fastest kernel for each shape. (Without graphs acting has many shapes.)
         torch.backends.cudnn.benchmark = bool(flags.cuda_graphs)
         if not flags.cuda_graphs:
@@ -63,6 +64,10 @@ class Graphs:
         key = gradient_step.__qualname__, _shapes(batch)
         if key not in self._batches:
             if sum(name == key[0] for name, _ in self._batches) == MAX_SHAPES:
+                if not self._told:
+                    self._told = True
+                    log.info("batches of more than %d shapes: those beyond go without "
+                             "CUDA graphs, and are slower", MAX_SHAPES)  # fmt: skip
                 return functools.partial(gradient_step, batch)
             self._batches[key] = map_structure(torch.clone, batch)
         devices.copy_into(batch, self._batches[key])
