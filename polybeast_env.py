@@ -166,10 +166,11 @@ def serve(flags):
         signals.on_second = running.kill
         running.start(flags, where)
         what = {"server": "at", "dialer": "for the learners"}[module]
-        log.info(
-            f"{flags.env}: {flags.envs_per_server} environments for each stream "
-            f"{what} {', '.join(where)}"
-        )
+        if not signals.received:  # Else some may not have started.
+            log.info(
+                f"{flags.env}: {flags.envs_per_server} environments for each stream "
+                f"{what} {', '.join(where)}"
+            )
         while not signals.received:
             time.sleep(0.2)
             running.restart_ended()

@@ -109,3 +109,4 @@ def test_a_signal_ends_the_command_while_its_servers_start(
     timer.start()
     words = ["--num_servers", "1", "--address", f"unix:{tmp_path}/s"]
     assert polybeast_env.main(words) == 128 + signal.SIGTERM
+    timer.cancel()  # If that was for another reason.

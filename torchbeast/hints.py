@@ -104,7 +104,7 @@ def outside(space, observation, name="observation"):
         return
     low, high = space.low.astype(float), space.high.astype(float)
     least, most = np.min(observation, 0), np.max(observation, 0)
-    margin = np.nan_to_num(high - low, posinf=0) / 1000
+    margin = np.nan_to_num(high / 1000 - low / 1000, posinf=0)
     if (least < low - margin).any() or (most > high + margin).any():
         yield (
             f"{name} has numbers from {least.min():.6g} to {most.max():.6g}, its space "

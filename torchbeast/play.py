@@ -26,9 +26,10 @@ from torchbeast.tracking import Trackers
 def test(flags, create_env):
     """Plays whole games with the weights of a checkpoint. Returns the exit code."""
     mode = render_mode(flags)
-    if not has_display():  # pygame would print an error, and MuJoCo raise one.
+    if not has_display():  # pygame would print an error, and MuJoCo's films raise one.
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-        os.environ.setdefault("MUJOCO_GL", "egl")
+        if mode is not None:
+            os.environ.setdefault("MUJOCO_GL", "egl")
     path = run.checkpoint_path(flags)
     flags.seed = seeds.set_seed(flags.seed)
     if flags.opponent is not None and flags.opponents is None:

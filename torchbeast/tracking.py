@@ -207,7 +207,7 @@ class _Process:
             what = f"did not finish within {FINISH_S} s, and was killed"
             self._warn(f"{what}: the newest lines may be missing")
             kill_group(self._process)
-            self._thread.join()
+            self._process.wait()  # Not the thread: who holds the pipe may go on.
 
     def _warn(self, what):
         if not self._told:

@@ -154,29 +154,36 @@ class Streams:
                 return
             new = Counter(usable(read(f"@{self._path}"), self._flags))
         except (OSError, ValueError) as e:
-            if self._warned != reason(e):
-                log.warning("%s: %s; goes on as it is", self._path, reason(e))
-            self._read, self._warned = None, reason(e)
+            self._warn(f"{reason(e)}; goes on as it is")
             return
-        self._read, self._warned = version, None
         status = self._actors.status()
         old = Counter(s["address"] for s in status if not s["dialed_in"])
         changed = [a for a in old | new if new[a] != old[a]]
-        for address in changed:
-            if new[address] < old[address]:
-                self._actors.remove(address)  # All of them.
-                missing = new[address]
-            else:
-                missing = new[address] - old[address]
-            try:
-                for _ in range(missing):
-                    self._actors.add(address)
-            except RuntimeError as e:  # There can be no more threads.
-                log.warning("%s: no more streams to %s: %s", self._path, address, e)
+        try:
+            for address in changed:
+                self._follow(address, old[address], new[address])
+        except RuntimeError as e:  # There can be no more threads now.
+            self._warn(f"{e}; goes on with fewer streams")
+            return
+        self._read, self._warned = version, None
         for a in changed[:MAX_CHANGES]:
             log.info("%s: %s has %d streams, %d before", self._path, a, new[a], old[a])
         if len(changed) > MAX_CHANGES:
             log.info("%s: and so on: %d addresses", self._path, len(changed))
+
+    def _follow(self, address, old, new):
+        """Has as many streams to an address as the file says."""
+        if new < old:
+            self._actors.remove(address)  # All of them.
+            old = 0
+        for _ in range(new - old):
+            self._actors.add(address)
+
+    def _warn(self, text):
+        """Tells once why the file could not be followed, which is tried again."""
+        if self._warned != text:
+            log.warning("%s: %s", self._path, text)
+        self._read, self._warned = None, text
 
 
 class Guests:
