@@ -154,10 +154,10 @@ def compute_losses(
     if ratio_clipping > 0:
         change = (log_rhos.exp() - 1) * advantages.sign()
         advantages = _where(change <= ratio_clipping, advantages)
-    pg_loss = _reduce(-target_log_probs * advantages, mask, reduction)
+    pg_loss = reduce(-target_log_probs * advantages, mask, reduction)
     errors = _where(mask, returns.vs - values)
-    baseline_loss = _reduce(0.5 * errors.square(), mask, reduction)
-    entropy_loss = _reduce(-target_entropies, mask, reduction)
+    baseline_loss = reduce(0.5 * errors.square(), mask, reduction)
+    entropy_loss = reduce(-target_entropies, mask, reduction)
     total = pg_loss + baseline_cost * baseline_loss + entropy_cost * entropy_loss
     return Losses(total, pg_loss, baseline_loss, entropy_loss, returns)
 
@@ -172,7 +172,8 @@ def _where(mask: Tensor | None, x: Tensor) -> Tensor:
     return x if mask is None else torch.where(mask, x, 0.0)
 
 
-def _reduce(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+def reduce(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Returns the sum or the mean of a loss [T, B] where the mask is True."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {REDUCTIONS}")
     mask = _check_mask(mask, loss)

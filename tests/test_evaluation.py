@@ -62,6 +62,18 @@ def test_the_weights_that_were_offered_play():
         evaluator.close()
 
 
+def test_each_has_games_of_its_own():
+    _, agent, evaluator = make(env="CartPole-v1", args=["--greedy"])
+    found = []
+    try:
+        for step in (100, 200, 300):
+            evaluator.offer(step, agent.net)
+            found.append(result_of(evaluator)["eval_return"])
+        assert len(set(found)) > 1
+    finally:
+        evaluator.close()
+
+
 @pytest.mark.parametrize("args", [[], ["--sample_actions"], ["--greedy"]])
 def test_a_policy_is_sampled_unless_greedy_actions_are_asked_for(args):
     env = "tests.envs:torchbeast/Memory-v0"

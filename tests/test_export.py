@@ -10,12 +10,17 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from tests.programs import ROOT, main, succeeds
+from tests.test_agent import parse
 from tests.test_masks import AGENTS
 from torchbeast import environment, export
+from torchbeast.agents import what_networks_read
 from torchbeast.flags import run_command
+from torchbeast.nests import leaves, map_structure
 from torchbeast.play import Policy
+from torchbeast.policies import make_agent
 
 PLAY = {"LSTM": ("--use_lstm",), "PPO": ("--agent", "ppo", "--normalize_observations")}
 
@@ -41,7 +46,7 @@ class SameStart(gymnasium.Wrapper):
 def actions_of_agent(path):
     flags = export.parser().parse_args(["--out", "x", "--savedir", str(path)])
     flags.xpid = "x"
-    agent, _, _ = export.load(flags)
+    agent, *_ = export.load(flags)
     env = environment.Environment(SameStart(gymnasium.make("CartPole-v1")))
     policy, actions = Policy(agent, env, "greedy"), []
     step = env.initial(0)
@@ -106,6 +111,54 @@ def test_agents_with_numbers_are_written(agent, tmp_path):
     program = torch.export.load(tmp_path / "agent.pt2")
     action, _ = program.module()(*program.example_inputs[0])
     assert action.shape == (1, 1) and np.abs(action.numpy()).max() <= 2
+
+
+class Shifted(gymnasium.Env):
+    """Three steps an episode; choices that do not begin at 0, and numbers that are
+    small."""
+
+    observation_space = spaces.Box(-1, 1, (3,), np.float32)
+    action_space = spaces.Tuple(
+        (
+            spaces.Discrete(3, start=5),
+            spaces.Box(-0.01, 0.01, (2,), np.float32),
+            spaces.Dict(gear=spaces.Box(-4, -2, (), np.int8)),
+        )
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.np_random.random(3, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.steps += 1
+        return self.np_random.random(3, np.float32), 1.0, self.steps == 3, False, {}
+
+
+def test_actions_are_those_that_the_environment_takes():
+    env = environment.Environment(Shifted())
+    flags = parse("--env", "x", "--use_lstm")
+    agent = make_agent(flags, env)
+    agent.net.eval()
+    with torch.no_grad():  # Actions that are beyond the bounds, and differ.
+        for x in agent.net.parameters():
+            x.mul_(3)
+    policy, acting = Policy(agent, env, "greedy"), export.Acting(agent, env.actions)
+    step, state, given = env.initial(1), agent.initial_state(1), env.actions.zeros()
+    seen = set()
+    for _ in range(9):
+        own = {**what_networks_read(step), "last_action": given}
+        with torch.no_grad():
+            given, state = acting(map_structure(torch.as_tensor, own), state)
+        action = policy(step)
+        expected, _ = env.actions.to_environment(action)
+        for (name, x), (_, y) in zip(leaves(given), leaves(expected)):
+            np.testing.assert_array_equal(x, y, name)
+        seen.add(str(given))
+        step = env.step(action)
+    assert len(seen) > 1
 
 
 # Small checkpoints.

@@ -9,9 +9,11 @@ import types
 
 import gymnasium
 import pytest
+import torch
 
-from tests import envs
+from tests import envs, test_graphs, test_ppo
 from tests.programs import ROOT, read_logs
+from tests.test_pretended_gpu import gpus  # noqa: F401
 from torchbeast.environment import Environment, make
 
 
@@ -58,7 +60,9 @@ def run_block(monkeypatch):
             vars(module).update(attributes)
             monkeypatch.setitem(sys.modules, name, module)
         [block] = [b for b in blocks()["python"] if word in b]
-        exec(block, {})
+        made = {}
+        exec(block, made)
+        return made
 
     before = dict(gymnasium.registry)
     yield run
@@ -85,6 +89,27 @@ def test_the_wrapper_of_time_limits_leaves_an_end_what_it_is(run_block):
 
 def test_the_edit_of_fork_md_fits_what_it_edits(copy):
     follow(copy, "git apply --check edit.diff")
+
+
+def test_what_prepare_adds_is_in_the_minibatches_of_ppo(run_block):
+    made = run_block("def prepare")
+    for args in ([], ["--use_lstm"]):
+        agent, batch = test_ppo.collect(*args)
+        agent.__class__ = made["Agent"]
+        data, _ = agent.prepare(batch)
+        expected = batch["reward"][1:].flatten()
+        assert torch.equal(data["next_reward"].flatten(), expected)
+        assert expected.any()
+        agent.learn(batch)
+
+
+def test_the_edit_of_fork_md_may_be_captured_as_a_graph(gpus, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "polybeast.py").write_text((ROOT / "polybeast.py").read_text())
+    (tmp_path / "edit.diff").write_text(blocks()["diff"][0])
+    subprocess.run(["git", "apply", "edit.diff"], cwd=tmp_path, check=True)
+    (tmp_path / "polybeast.py").rename(tmp_path / "my_edit.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    test_graphs.train("monobeast my_edit CartPole-v1", tmp_path, 2)
 
 
 @pytest.mark.long

@@ -74,6 +74,22 @@ def test_labels_leave_out_flags_that_follow_from_the_agent(tmp_path):
     ]
 
 
+def test_labels_leave_out_flags_that_nobody_gave(tmp_path):
+    runs = []
+    for i, (rate, lstm, cost) in enumerate([(1, 0, 5), (2, 1, 6), (2, 0, 5)]):
+        flags = dict(rate=rate, lstm=lstm, cost=cost, chosen={"cost": cost})
+        runs.append(run(make_run(tmp_path / str(i), **flags)))
+    labels = ["lstm=0, rate=1", "lstm=1, rate=2", "lstm=0, rate=2"]
+    assert list(plot.group(runs)) == labels
+    # But where they alone tell the curves apart.
+    flags = dict(rate=1, lstm=0, cost=6, chosen={"cost": 6})
+    runs.append(run(make_run(tmp_path / "3", **flags)))
+    assert list(plot.group(runs))[::3] == [
+        "cost=5, lstm=0, rate=1",
+        "cost=6, lstm=0, rate=1",
+    ]
+
+
 def test_an_agent_without_presets_has_none(tmp_path):
     flags = [dict(agent="x", rate=1), dict(agent="x", rate=2, preset=None)]
     runs = [run(make_run(tmp_path / str(i), **f)) for i, f in enumerate(flags)]
@@ -233,6 +249,7 @@ def test_a_run_without_the_column_is_left_out(tmp_path):
         (["x", "--out", "plot.jpeg"], "--out plot.jpeg: expected a name that ends in"),
         (["x", "--out", "x/logs.csv/plot.png"], "--out x/logs.csv/plot.png: "),
         (["x", "--column", "speed"], "no run has the column speed"),
+        (["x", "--column", "los"], "no run has the column los; did you mean loss?"),
         (["x", "--curves", "speed"], "--curves speed: the runs have no such flag"),
         (["empty"], "no run has the column episode_return"),
     ],

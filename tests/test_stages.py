@@ -17,7 +17,7 @@ ATARI = make_encoder(spaces.Box(0, 255, (84, 84, 4), np.uint8))
 LARGE = make_encoder(spaces.Dict(eye=spaces.Box(0, 255, (120, 160, 3), np.uint8)))
 
 
-def hint(program, net, longest, update=9.0, busy=0.0, **flags):
+def hint(program, net, longest, update=9.0, busy=0.6, **flags):
     """The last line of the report of a run where this stage took longest."""
     names = [*stages.STAGES["streams"]]
     if program == "monobeast":
@@ -53,12 +53,21 @@ def test_a_small_network_is_to_be_called_for_more_environments_at_a_time(
     flag = {"polybeast": "envs_per_server", "monobeast": "envs_per_actor"}[program]
     now = {"polybeast": 8, "monobeast": 16}[program]
     stage = "inference" if longest == "cores" else longest
-    busy = 1000.0 if longest == "cores" else 0.0
+    busy = 1000.0 if longest == "cores" else 0.6
     line = hint(program, SMALL, stage, busy=busy)
     assert f"--{flag} {4 * now}, {now} now" in line
     assert "GPU" not in line and "smaller network" not in line
     line = hint(program, ATARI, stage, busy=busy)
     assert "GPU" in line and flag not in line and "--resize" not in line
+
+
+def test_what_computes_all_the_time_and_has_hardly_a_core_is_told_of_others():
+    line = "other programs have the cores"
+    for longest in ("inference", "rollout_queue"):
+        assert hint("monobeast", SMALL, longest, busy=0.2) == line
+        gpu = hint("monobeast", SMALL, longest, busy=0.2, learner_device="cuda:0")
+        assert gpu != line
+    assert hint("monobeast", SMALL, "environment_wait", busy=0.2) != line
 
 
 def test_a_network_of_many_parameters_is_not_small():

@@ -121,9 +121,9 @@ def _evaluate(create_env, flags, connection):
     calls.watch(flags.env, flags.env_timeout_seconds, connection.send)
     try:
         flags = copy.copy(flags)
-        flags.seed = derive_seed(flags.seed, flags.eval_interval_steps)
-        torch.manual_seed(flags.seed)
-        env = calls.create(create_env, flags, 1, seed=flags.seed)
+        seed = derive_seed(flags.seed, flags.eval_interval_steps)
+        torch.manual_seed(seed)
+        env = calls.create(create_env, flags, 1, seed=seed)
         with contextlib.closing(env):
             agent = make_judged(flags, env)
             agent.net.eval()
@@ -136,6 +136,7 @@ def _evaluate(create_env, flags, connection):
                 if (data := newest[0]) is None:
                     break
                 data = from_bytes(data)
+                flags.seed = derive_seed(seed, data["step"])  # Other games each time.
                 if env.opponents is not None:
                     connection.send(rated.add(data["step"], data["weights"]))
                     continue

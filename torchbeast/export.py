@@ -11,8 +11,9 @@ are the function
 of B environments: step is a dict of observation [B, ...], reward [B], done [B],
 last_action [B, ...] and, where there are masks, action_mask [B, C], as
 torchbeast/environment.py describes them; action [B, ...] is the most probable one, or
-the most valuable. The file has examples of step and core_state, those before a first
-step. docs/experiments.md shows how to use both.
+the most valuable. Actions are the environment's: Discrete's counted from its start, a
+Box's within its bounds. The file has examples of step and core_state, those before a
+first step. docs/experiments.md shows how to use both.
 
 A file.tar is a small checkpoint, with the weights in float16 and nothing that only
 learning needs. --mode test --checkpoint FILE plays it.
@@ -40,6 +41,7 @@ from torchbeast.messages import BadInput, first_line
 from torchbeast.nests import leaves, map_structure
 from torchbeast.policies import LEARNER, Several
 from torchbeast.program import flags_of_checkpoint
+from torchbeast.spaces import entry
 
 
 def parser():
@@ -65,18 +67,42 @@ def parser():
 
 
 class Acting(nn.Module):
-    """An agent's act() as a module, without gradients and the dimension of time."""
+    """An agent's act() as a module, without gradients and the dimension of time, with
+    actions as environments take them."""
 
-    def __init__(self, agent):
+    def __init__(self, agent, actions):
         super().__init__()
         self.net = agent.net  # Its weights are to be in the file.
         self._act = inspect.unwrap(agent.act.__func__), agent
+        self._actions = actions
 
     def forward(self, step, core_state):
         act, agent = self._act
-        step = map_structure(lambda x: x[None], step)
+        done = step["done"]
+
+        def counted_from_0(x, leaf):
+            is_first = done.reshape(-1, *[1] * len(leaf.shape))
+            start = torch.as_tensor(leaf.start, dtype=x.dtype)
+            return torch.where(is_first, 0, x - start)
+
+        def of_environment(x, leaf):
+            if leaf.num_choices is not None:
+                return x[0] + torch.as_tensor(leaf.start, dtype=x.dtype)
+            bounds = (torch.as_tensor(y, dtype=x.dtype) for y in (leaf.low, leaf.high))
+            return x[0].clamp(*bounds)
+
+        last_action = self._map(counted_from_0, step["last_action"])
+        step = map_structure(lambda x: x[None], {**step, "last_action": last_action})
         outputs, core_state = act(agent, step, core_state, greedy=True)
-        return map_structure(lambda x: x[0], outputs["action"]), core_state
+        return self._map(of_environment, outputs["action"]), core_state
+
+    def _map(self, function, action):
+        """Returns the nest of function(array, Action) of each array of an action."""
+        arrays = (
+            function(entry(action, leaf.keys, leaf.name), leaf)
+            for leaf in self._actions.leaves
+        )
+        return self._actions.nest(arrays)
 
 
 def find(flags):
@@ -89,8 +115,8 @@ def find(flags):
 
 
 def load(flags):
-    """Returns (the agent of a checkpoint, a first step of its environment, what a file
-    says of itself)."""
+    """Returns (the agent of a checkpoint, the Actions and a first step of its
+    environment, what a file says of itself)."""
     where, saved, own = find(flags)
     # By name: the program that trained it knows its flags.
     name = saved["flags"].get("command", ["monobeast"])[0]
@@ -115,7 +141,8 @@ def load(flags):
         "observation_space": str(env.observation_space),
         "action_space": str(env.action_space),
     }  # fmt: skip
-    return agent, map_structure(torch.as_tensor, what_networks_read(step)), about
+    step = map_structure(torch.as_tensor, what_networks_read(step))
+    return agent, env.actions, step, about
 
 
 @contextlib.contextmanager
@@ -142,8 +169,8 @@ def export(flags):
         with writing(flags.out):
             write_small(*found, pathlib.Path(flags.out))
         return 0
-    agent, step, about = load(flags)
-    acting = Acting(agent).eval()
+    agent, actions, step, about = load(flags)
+    acting = Acting(agent, actions).eval()
     inputs = step, agent.initial_state(len(step["reward"]))
     program = torch.export.export(acting, inputs, strict=False)
     if kind == "onnx":

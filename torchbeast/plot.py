@@ -12,6 +12,7 @@ lines of logs.csv that it stands for.
 
 import argparse
 import csv
+import difflib
 import json
 import os
 import pathlib
@@ -63,8 +64,9 @@ class RunLog:
         try:
             flags = json.loads((path / "meta.json").read_text())["flags"]
             self.flags = {k: str(x) for k, x in flags.items() if k not in UNCOMPARED}
+            self.chosen = {*flags.get("chosen", ())}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self.flags = {}  # Another program's.
+            self.flags, self.chosen = {}, set()  # Another program's.
         self.x, self.y = self.singles = self._points(column, by, average=False)
         if logs.is_of_episodes(column):
             self.x, self.y = self._points(column, by, average=True)
@@ -103,8 +105,8 @@ def group(runs, names=None):
     def differ(runs):
         return {n for n in found if len({value(run, n) for run in runs}) > 1}
 
+    known = [run for run in runs if run.flags]
     if names is None:
-        known = [run for run in runs if run.flags]
         alike = {}  # Runs of the same agent, preset and environment.
         for run in known:
             alike.setdefault(values(run, LEADING), []).append(run)
@@ -113,8 +115,10 @@ def group(runs, names=None):
     curves = {}
     for run in runs:
         curves.setdefault(values(run, names), []).append(run)
-    # Flags that only some programs have, or had, make long labels.
-    common = [n for n in names if all(n in run.flags for run in runs if run.flags)]
+    # Flags that only some programs have, or had, and those that nobody gave, make long
+    # labels.
+    common = [n for n in names if all(n in run.flags for run in known)]
+    common = [n for n in common if any(n not in run.chosen for run in known)]
     short = [values(of_curve[0], common) for of_curve in curves.values()]
     return dict(zip(short, curves.values())) if len({*short}) == len(short) else curves
 
@@ -168,12 +172,15 @@ def plot(flags):
         raise BadInput(f"--out {flags.out}: expected a name that ends in .png or .svg")
     paths = dict.fromkeys(map(os.path.realpath, flags.runs))  # Once with `latest`.
     runs = [RunLog(pathlib.Path(path), flags.column, flags.by) for path in paths]
+    if not any(len(run.x) for run in runs):
+        columns = {name for run in runs for row in run.rows for name in row}
+        close = difflib.get_close_matches(flags.column, columns, n=1)
+        hint = "".join(f"; did you mean {name}?" for name in close)
+        raise BadInput(f"no run has the column {flags.column}{hint}")
     for run in runs:
         if len(run.x) == 0:
             log.warning("%s has no %s yet", run.path, flags.column)
     runs = [run for run in runs if len(run.x)]
-    if not runs:
-        raise BadInput(f"no run has the column {flags.column}")
     curves = group(runs, flags.curves and flags.curves.split(","))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

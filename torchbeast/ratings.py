@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from torchbeast import play, seeds, versus
+from torchbeast import play, versus
 
 NUM_RIVALS = 3  # Earlier snapshots that a new one plays, beside random play.
 MAX_SNAPSHOTS = 32  # Whose weights are kept; then every second one is dropped.
@@ -17,8 +17,7 @@ class Ratings:
     """Rates snapshots of an agent's weights.
 
     agent: acts with a snapshot's weights; other: the same for its opponent. They play
-    --num_test_episodes games of each pair, each of them about half of those on either
-    side.
+    --num_test_episodes games of each pair, by turns on either side.
     """
 
     def __init__(self, flags, env, agent, other):
@@ -37,8 +36,7 @@ class Ratings:
             rival.net.load_state_dict(self._weights[steps[i]])
             policy = play.Policy(rival, self._env, self._flags.test_actions, 1)
             self._play(step, steps[i], policy)
-        seed = seeds.derive_seed(self._flags.seed, step)
-        returns = self._play(step, RANDOM, versus.Random(self._env, seed))
+        returns = self._play(step, RANDOM, versus.Random(self._env, self._flags.seed))
         if len(self._weights) == MAX_SNAPSHOTS:
             self._weights = dict(list(self._weights.items())[::2])
         self._weights[step] = weights

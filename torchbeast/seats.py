@@ -86,8 +86,8 @@ class Seats:
     """Whose each row of E environments is, and which policy acts for it.
 
     With --opponents, the first row of an environment is the learner's and the second
-    one its opponent's, and at each reset it is drawn which agents they are, and which
-    of the past policies 1 to N acts for the second one, or 0, the learner itself.
+    one its opponent's. At each reset they change sides, and it is drawn which of the
+    past policies 1 to N acts for the second one, or 0, the learner itself.
 
     policies: {policy: indices of its agents}, empty if there is one policy
     rows:     for each environment, the agents of its rows
@@ -97,7 +97,7 @@ class Seats:
     def __init__(self, agents, num_envs, name, policies=None, opponents=None):
         self.rows = [agents for _ in range(num_envs)]
         self.policies, self.opponents, self.numbers = {}, opponents, None
-        self._agents, self._random = agents, np.random.default_rng()
+        self._agents = agents
         if opponents is not None and policies:
             raise BadInput("--opponents and --policies do not go together")
         if opponents is not None and len(agents) != 2:
@@ -115,17 +115,20 @@ class Seats:
             self.numbers = np.tile(own, num_envs)
         if opponents:
             self.numbers = np.zeros(2 * num_envs, np.uint8)
+        self.seed(None)
 
     def seed(self, seed):
         """Seeds what is drawn. (Environments have the seeds of lower numbers.)"""
         seed = None if seed is None else derive_seed(seed, len(self.rows))
         self._random = np.random.default_rng(seed)
+        self._sides = self._random.choice([1, -1], len(self.rows))
 
     def draw(self, e):
         """Draws who plays the next episode of environment e."""
         if self.opponents is None:
             return
-        self.rows[e] = self._agents[:: self._random.choice([1, -1])]
+        self.rows[e] = self._agents[:: self._sides[e]]
+        self._sides[e] *= -1
         if self.opponents and self._random.random() < AGAINST_ITSELF:
             self.numbers[2 * e + 1] = 0
         elif self.opponents:

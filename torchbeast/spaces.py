@@ -276,6 +276,8 @@ class Action:
     dtype, shape: of the array, without the dimension of environments
     num_choices: integer array of that shape, how many values each number has; None of a
                  Box
+    start:       what the environment counts from, of choices
+    low, high:   bounds of the numbers of a Box
     """
 
     def __init__(self, space, keys):
@@ -284,31 +286,31 @@ class Action:
         self.space = space
         self.shape = space.shape
         self.dtype = np.dtype(np.int64)
-        self._start = 0
+        self.start = 0
         if isinstance(space, spaces.Discrete):
-            self.num_choices, self._start = np.array(space.n), int(space.start)
+            self.num_choices, self.start = np.array(space.n), int(space.start)
         elif isinstance(space, spaces.MultiDiscrete):
-            self.num_choices, self._start = space.nvec, space.start
+            self.num_choices, self.start = space.nvec, space.start
         elif isinstance(space, spaces.MultiBinary):
             self.num_choices = np.full(space.shape, 2)
         elif _is_of_integers(space):
             self.num_choices = _num_choices(space).astype(np.int64)
-            self._start = space.low
+            self.start = space.low
         else:
             self.num_choices, self.dtype = None, np.dtype(np.float32)
             limits = [np.finfo(t) for t in (np.float32, space.dtype)]
             limit = float(min(x.max for x in limits))  # Not infinite when it is cast.
-            self._low = space.low.astype(float).clip(-limit, limit)
-            self._high = space.high.astype(float).clip(-limit, limit)
+            self.low = space.low.astype(float).clip(-limit, limit)
+            self.high = space.high.astype(float).clip(-limit, limit)
 
     def clip(self, x):
         if self.num_choices is not None:
             return x
-        return np.clip(x, self._low, self._high).astype(np.float32)
+        return np.clip(x, self.low, self.high).astype(np.float32)
 
     def to_environment(self, x):
         if self.num_choices is not None:
-            return (x + self._start).astype(self.space.dtype, copy=False)
+            return (x + self.start).astype(self.space.dtype, copy=False)
         x = x.astype(self.space.dtype)
         # In float64 the bounds may lie inside of float32's.
         return np.clip(x, self.space.low, self.space.high)

@@ -92,6 +92,9 @@ def report(run, net):
     if busy <= 0.8 * cores or getattr(run.flags, "num_actors", None) == 0:
         stage = slowest(run, seconds, result)
     text = remedy(stage, program, run.flags, net)
+    devices = (getattr(run.flags, f"{x}_device", "cpu") for x in ("learner", "actor"))
+    if busy < 0.5 and stage != "environment_wait" and {*devices} == {"cpu"}:
+        text = "other programs have the cores"
     yield f"{busy:.1f} of {cores} cores were busy; bottleneck: {text}"
 
 
