@@ -105,7 +105,7 @@ class Throttle:
     MAX_TEXTS, MAX_WHO = 5, 100
 
     def __init__(self):
-        self._seen = {}  # {who: {text: (how often, when it is due next, wait)}}
+        self._seen = {}  # {(who, text): (how often, when it is due next, wait)}
         self._swept_at = 0.0
 
     def count(self, who, text, now=None):
@@ -113,28 +113,19 @@ class Throttle:
         at first, after REMIND_S, then after twice this, and so on; and at first again
         when it has stayed away since it was due, for longer than the next wait."""
         now = time.monotonic() if now is None else now
-        self._sweep(now)
-        if who not in self._seen and len(self._seen) >= self.MAX_WHO:
+        if now >= self._swept_at + REMIND_S:  # What has stayed away is forgotten.
+            self._swept_at = now
+            seen = self._seen.items()
+            self._seen = {k: x for k, x in seen if now <= x[1] + x[2]}
+        num_texts = Counter(who for who, _ in self._seen)
+        if who not in num_texts and len(num_texts) >= self.MAX_WHO:
             who = None
-        texts = self._seen.setdefault(who, {})
-        text = re.sub(r"0x[0-9a-f]+|\d+", "#", text)
-        if text not in texts and len(texts) >= self.MAX_TEXTS:
-            text = None
-        number, due_at, wait_s = texts.get(text, (0, now, REMIND_S))
+        key = who, re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+        if key not in self._seen and num_texts[who] >= self.MAX_TEXTS:
+            key = who, None
+        number, due_at, wait_s = self._seen.get(key, (0, now, REMIND_S))
         due = now >= due_at
         if due:
             due_at, wait_s = now + wait_s, 2 * wait_s
-        texts[text] = number + 1, due_at, wait_s
+        self._seen[key] = number + 1, due_at, wait_s
         return number + 1, due
-
-    def _sweep(self, now):
-        """Forgets what has stayed away, once a minute."""
-        if now < self._swept_at + REMIND_S:
-            return
-        self._swept_at = now
-        for who, texts in list(self._seen.items()):
-            for text, (_, due_at, wait_s) in list(texts.items()):
-                if now > due_at + wait_s:
-                    del texts[text]
-            if not texts:
-                del self._seen[who]
