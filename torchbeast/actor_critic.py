@@ -5,7 +5,6 @@ B is the number of samples of a batch.
 """
 
 import torch
-from gymnasium import spaces
 from torch import nn
 
 from torchbeast import agents, distributions, ranks, replay
@@ -15,7 +14,7 @@ from torchbeast.gradients import means, set_gradients
 from torchbeast.images import has_images
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
-from torchbeast.spaces import children
+from torchbeast.spaces import Actions
 
 MAX_BATCHES = 8  # That are drawn at once.
 
@@ -103,7 +102,7 @@ class ReplayAgent(agents.Agent):
     numbers_net = "flat"  # The layers are the actor's and the critics' own.
 
     def __init__(self, flags, observation_space, action_space):
-        if not is_continuous(action_space):
+        if any(x.num_choices is not None for x in Actions(action_space, 1).leaves):
             raise BadInput(
                 f"--agent {flags.agent} needs an action space of Boxes, the "
                 f"environment has {action_space}: use --agent polybeast or ppo"
@@ -263,10 +262,3 @@ class ReplayAgent(agents.Agent):
         follows."""
         discount = self.flags.discounting * ~batch["terminated"][1]
         return self.rewards(batch)[0] + discount * value
-
-
-def is_continuous(space):
-    parts = children(space)
-    if parts:
-        return all(is_continuous(part) for _, part in parts)
-    return isinstance(space, spaces.Box) and space.dtype.kind == "f"
