@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -94,11 +95,8 @@ class Dims {
   int64_t* data() { return values_.data(); }
 
   bool operator==(const Dims& o) const {
-    if (rank_ != o.rank_) return false;
-    for (int i = 0; i < rank_; ++i) {
-      if ((*this)[i] != o[i]) return false;
-    }
-    return true;
+    return rank_ == o.rank_ &&
+           std::equal(values_.begin(), values_.begin() + rank_, o.values_.begin());
   }
   bool operator!=(const Dims& o) const { return !(*this == o); }
 
@@ -254,7 +252,6 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
         buffer = std::move(free.back());
         free.pop_back();
       } else {
-        ++num_allocations_;
         free.reserve(++num_of_size_[size]);  // So that giving back cannot throw.
       }
     }
@@ -266,19 +263,12 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
             }};
   }
 
-  // How often memory was taken from the source.
-  [[nodiscard]] int64_t num_allocations() const {
-    std::lock_guard<std::mutex> lock(mu_);
-    return num_allocations_;
-  }
-
  private:
   const Allocate source_;
-  mutable std::mutex mu_;
+  std::mutex mu_;
   // Guarded by mu_.
   std::unordered_map<size_t, std::vector<std::shared_ptr<std::byte>>> free_;
   std::unordered_map<size_t, size_t> num_of_size_;  // Guarded by mu_.
-  int64_t num_allocations_ = 0;                     // Guarded by mu_.
 };
 
 [[nodiscard]] inline Allocate recycling_allocator(Allocate source = heap_memory) {

@@ -21,8 +21,9 @@
 
 namespace torchbeast {
 
-// Listens from its construction on. stop() ends all streams and returns when they have
-// ended, for which the pool has to be stopped, and its batcher and queue closed.
+// Listens from its construction on. The destructor ends all streams and returns when
+// they have ended, for which the pool has to be stopped, and its batcher and queue
+// closed.
 class Listener {
  public:
   // Listens at the pool's address, with its TLS. Throws runtime_error if it cannot.
@@ -76,12 +77,9 @@ class Listener {
   }
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
-  ~Listener() { stop(); }
-
-  void stop() {
+  ~Listener() {
     door_ = nullptr;
     if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now());
-    server_ = nullptr;
   }
 
  private:

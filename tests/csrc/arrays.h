@@ -4,6 +4,7 @@
 
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -53,6 +54,14 @@ Nest<T> make_nest(Structure structure, std::vector<T> leaves) {
 
 inline Nest<Array> single(Array array) {
   return make_nest<Array>(leaf(), {std::move(array)});
+}
+
+// heap_memory() that counts its calls.
+inline Allocate counting(std::atomic<int>* num_calls) {
+  return [num_calls](size_t bytes) {
+    ++*num_calls;
+    return heap_memory(bytes);
+  };
 }
 
 // Ends a call that waits.

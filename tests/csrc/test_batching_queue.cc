@@ -175,11 +175,8 @@ TEST_CASE("a batch is begun by one producer, and by the next if that fails") {
 }
 
 TEST_CASE("all arrays of a batch are one allocation, and each is aligned") {
-  int num_allocations = 0;
-  Queue queue(options(2, 3), [&](size_t n) {
-    ++num_allocations;
-    return heap_memory(n);
-  });
+  std::atomic<int> num_allocations = 0;
+  Queue queue(options(2, 3), counting(&num_allocations));
   for (int i = 0; i < 2; ++i) {
     queue.enqueue(make_nest<Array>(
                       tuple({leaf(), leaf(), leaf()}),
@@ -321,10 +318,10 @@ TEST_CASE("options that make no sense are refused by name") {
 
 TEST_CASE(
     "batches outlive their queue, and their memory is used again while it lives") {
-  const auto pool = std::make_shared<BufferPool>();
+  std::atomic<int> num_allocations = 0;
   Queue::Batch last;
   {
-    Queue queue(options(1, 4), [&](size_t n) { return pool->allocate(n); });
+    Queue queue(options(1, 4), recycling_allocator(counting(&num_allocations)));
     for (int i = 0; i < 1000; ++i) {
       queue.enqueue(single(count_up({2, 3}, i)), i);
       last = queue.dequeue_many();
@@ -332,7 +329,7 @@ TEST_CASE(
   }
   CHECK(elements(last.arrays.leaves[0]) ==
         std::vector<int32_t>{999, 1000, 1001, 1002, 1003, 1004});
-  CHECK(pool->num_allocations() <= 2);
+  CHECK(num_allocations <= 2);
 }
 
 // Every item that enqueue() accepted comes out exactly once, whole and unchanged, or is
