@@ -476,7 +476,7 @@ def test_two_hundred_servers_that_start_at_once_are_all_learned_from(tmp_path):
     for _ in range(200):
         server = grpc.server(futures.ThreadPoolExecutor(2))
         stub = EnvironmentServer(polybeast_env.create_env, flags)
-        server.add_generic_rpc_handlers([stub.handler()])
+        server.add_generic_rpc_handlers(stub.handlers())
         port = server.add_insecure_port("127.0.0.1:0")
         servers.append(server)
         addresses.append(f"127.0.0.1:{port}")

@@ -179,7 +179,7 @@ def test_streams_that_never_say_hello_give_their_places_back(tmp_path, monkeypat
     environments = EnvironmentServer(polybeast_env.create_env, flags)
     with futures.ThreadPoolExecutor(MAX_STREAMS + 8) as pool:
         here = grpc.server(pool)
-        here.add_generic_rpc_handlers([environments.handler()])
+        here.add_generic_rpc_handlers(environments.handlers())
         address = f"unix:{tmp_path}/socket"
         here.add_insecure_port(address)
         here.start()
@@ -326,7 +326,7 @@ def test_an_error_in_any_language_reaches_the_learner(tmp_path, word):
 
     flags = argparse.Namespace(env="x", envs_per_server=1, seed=0)
     here = grpc.server(futures.ThreadPoolExecutor(4))
-    here.add_generic_rpc_handlers([EnvironmentServer(create_env, flags).handler()])
+    here.add_generic_rpc_handlers(EnvironmentServer(create_env, flags).handlers())
     address = f"unix:{tmp_path}/socket"
     here.add_insecure_port(address)
     here.start()

@@ -57,24 +57,21 @@ class EnvironmentServer:
         self._throttle = Throttle()  # Lines about what learners did wrong.
         self._visits = Throttle()  # Lines about their coming and going.
 
-    def handler(self):
-        """Returns what a grpc.Server is given."""
-        stream = grpc.stream_stream_rpc_method_handler(
-            self.stream,
-            # stream() parses requests, and yields serialised responses.
-            request_deserializer=None,
-            response_serializer=None,
-        )
-        return grpc.method_handlers_generic_handler(SERVICE, {"Stream": stream})
+    def handlers(self):
+        """Returns what a grpc.Server is given: for learners, and for hosts that take it
+        for a learner."""
 
-    def wrong_end(self):
-        """Returns what a grpc.Server is given for hosts that take it for a learner."""
-
-        def stream(requests, context):
+        def wrong_end(requests, context):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, NOT_A_LEARNER)
 
-        stream = grpc.stream_stream_rpc_method_handler(stream)
-        return grpc.method_handlers_generic_handler(LEARNER_SERVICE, {"Stream": stream})
+        # Requests and responses are bytes: stream() parses and serialises them.
+        streams = {SERVICE: self.stream, LEARNER_SERVICE: wrong_end}
+        return [
+            grpc.method_handlers_generic_handler(
+                service, {"Stream": grpc.stream_stream_rpc_method_handler(stream)}
+            )
+            for service, stream in streams.items()
+        ]
 
     def stream(self, requests, context):
         """Answers one stream, from Hello to the end, with environments of its own.
@@ -341,7 +338,7 @@ def serve(create_env, flags, address, directory, parent):
         ],
     )
     environments = EnvironmentServer(create_env, flags)
-    server.add_generic_rpc_handlers([environments.handler(), environments.wrong_end()])
+    server.add_generic_rpc_handlers(environments.handlers())
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
