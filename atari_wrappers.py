@@ -79,15 +79,13 @@ def make_vector(
     full_action_space: bool = False,
     terminal_on_life_loss: bool = True,
     noop_max: int = NOOP_MAX,
-    num_threads: int = 1,
 ) -> VectorEnv:
-    """Makes num_envs games that ale-py steps in C++, on num_threads threads of its
-    own."""
+    """Makes num_envs games that ale-py steps in C++, on one thread."""
     kwargs = gymnasium.spec(_name(env_id)).kwargs
     env = ale_py.AtariVectorEnv(
         kwargs["game"],
         num_envs,
-        num_threads=num_threads,
+        num_threads=1,
         repeat_action_probability=_sticky(kwargs, sticky_actions),
         full_action_space=full_action_space,
         max_num_frames_per_episode=MAX_FRAMES,

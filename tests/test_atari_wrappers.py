@@ -1,7 +1,6 @@
 """Both implementations of the Atari preprocessing, against each other and ale-py."""
 
 import copy
-import functools
 
 import gymnasium
 import numpy as np
@@ -139,9 +138,7 @@ def test_vector_gives_what_ale_py_gives_bare():
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize(
-    "make", [functools.partial(make_vector, num_threads=2), make_python]
-)
+@pytest.mark.parametrize("make", [make_vector, make_python])
 def test_games_of_one_vector_are_independent(make):
     env = make(BREAKOUT, 3)
     actions = random_actions(env, 80)
