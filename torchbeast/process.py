@@ -96,14 +96,10 @@ def lead_group():
     """
     os.setsid()
     for s in SIGNALS:
-        signal.signal(s, _do_nothing)
+        signal.signal(s, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     open_standard_files()
     leave_forks_alone()
-
-
-def _do_nothing(signum, frame):
-    pass
 
 
 @functools.cache
