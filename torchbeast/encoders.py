@@ -270,7 +270,7 @@ NETS = {
 class ImageEncoder(nn.Module):
     """Encodes images of a Box [N, ...], as image_shape() knows them."""
 
-    def __init__(self, space, net="shallow", bfloat16=False):
+    def __init__(self, space, net, bfloat16):
         super().__init__()
         layers, self.out_features = NETS[net]
         self.bfloat16 = bfloat16
@@ -373,7 +373,7 @@ class OneHotEncoder(nn.Module):
     """An embedding of integers [N, ...], of which the i-th is one of sizes[i] choices
     that begin at start."""
 
-    def __init__(self, sizes, start=0):
+    def __init__(self, sizes, start):
         super().__init__()
         self.sizes = sizes
         # A buffer, to be moved along; derived from the space, so not saved.
@@ -398,7 +398,7 @@ class NestEncoder(nn.Module):
     encoders: {key: encoder}
     """
 
-    def __init__(self, encoders, combine=True):
+    def __init__(self, encoders, combine):
         super().__init__()
         self.keys = list(encoders)
         self.encoders = nn.ModuleList(encoders.values())

@@ -55,7 +55,7 @@ class LogWriter:
     after it is cut off. All methods raise OSError, except for close().
     """
 
-    def __init__(self, path, step, trackers=None):
+    def __init__(self, path, step, trackers):
         from torch.utils.tensorboard import SummaryWriter  # Slow to import.
 
         self._path = path / "logs.csv"
@@ -103,7 +103,7 @@ class LogWriter:
         self._trackers.finish(exit_code)
 
 
-def cut_log(path, step, new_columns=()):
+def cut_log(path, step, new_columns):
     """Cuts logs.csv back to the whole rows up to a step, and adds columns that are
     empty in these rows. Returns the columns.
 

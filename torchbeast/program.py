@@ -70,7 +70,7 @@ def name_of(spec, path):
     return name if name is not None and name.rpartition(".")[2] == stem else stem
 
 
-def run_program(prog, parser, train, create_env, argv=None, agent="polybeast"):
+def run_program(prog, parser, train, create_env, argv, agent="polybeast"):
     """Parses the command line, and trains or tests, as --mode says. Returns the exit
     code.
 

@@ -19,7 +19,7 @@ class Store:
     """A _Tensor or _Frames for each tensor of a rollout. names: of a saved Store's
     arrays, whose kinds are taken."""
 
-    def __init__(self, rollouts, num, num_bytes, names=()):
+    def __init__(self, rollouts, num, num_bytes, names):
         paths = iter([path for path, _ in leaves(rollouts)])
 
         def kind_of(x):

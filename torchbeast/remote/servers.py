@@ -101,13 +101,13 @@ class Server:
     def limit_s(self):
         return max(START_S, self.flags.env_timeout_seconds)
 
-    def restart_if_ended(self, num_rollouts=None):
+    def restart_if_ended(self, num_rollouts):
         """Starts the process again if it has ended, after waits that grow as long as it
         fails.
 
-        num_rollouts: that a learner got from it so far. Raises Stop if it has failed
-        MAX_FAILURES times and there were no more of them, BadInput if the process says
-        that it cannot go on.
+        num_rollouts: that a learner got from it so far, None without one. Raises Stop
+        if it has failed MAX_FAILURES times and there were no more of them, BadInput if
+        the process says that it cannot go on.
         """
         with contextlib.suppress(OSError, EOFError):  # It has ended.
             # A server that cannot start again says so, too, and is tried again.
