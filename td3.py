@@ -25,7 +25,7 @@ from torch import nn
 
 from torchbeast import actor_critic
 from torchbeast.actor_critic import ReplayAgent
-from torchbeast.encoders import mlp
+from torchbeast.encoders import mlp, to_channels_last
 from torchbeast.flags import number
 from torchbeast.nests import map_structure
 
@@ -116,7 +116,7 @@ class Agent(ReplayAgent):
     def make_targets(self, device):
         super().make_targets(device)
         target = self.make_net(self.observation_space, self.action_space)
-        target = self.normalized(target).to(device)
+        target = to_channels_last(self.normalized(target), device)
         self.target_net = self.add_target("target_net", target, self.net)
 
     def critic_loss(self, batch):

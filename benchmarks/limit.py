@@ -78,12 +78,13 @@ def inference_stage(flags, n):
     import torch
 
     from torchbeast import devices, graphs
+    from torchbeast.encoders import to_channels_last
 
     env = polybeast_env.create_env(flags, 1)
     step = repeat(env.initial(0), 1, n)
     device = torch.device(getattr(flags, "actor_device", "cpu"))
     agent = make_agent(flags, env)
-    agent.net.eval().to(device, memory_format=torch.channels_last)
+    to_channels_last(agent.net.eval(), device)
     batch = step, agent.initial_state(n)
     if device.type != "cpu":
         batch = map_structure(torch.Tensor.pin_memory, batch)
