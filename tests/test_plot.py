@@ -81,6 +81,10 @@ def test_labels_leave_out_flags_that_nobody_gave(tmp_path):
         runs.append(run(make_run(tmp_path / str(i), **flags)))
     labels = ["lstm=0, rate=1", "lstm=1, rate=2", "lstm=0, rate=2"]
     assert list(plot.group(runs)) == labels
+    assert list(plot.group(runs, ["cost", "lstm"])) == [
+        "cost=5, lstm=0",
+        "cost=6, lstm=1",
+    ]
     # But where they alone tell the curves apart.
     flags = dict(rate=1, lstm=0, cost=6, chosen={"cost": 6})
     runs.append(run(make_run(tmp_path / "3", **flags)))

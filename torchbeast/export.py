@@ -11,9 +11,9 @@ are the function
 of B environments: step is a dict of observation [B, ...], reward [B], done [B],
 last_action [B, ...] and, where there are masks, action_mask [B, C], as
 torchbeast/environment.py describes them; action [B, ...] is the most probable one, or
-the most valuable. Actions are the environment's: Discrete's counted from its start, a
-Box's within its bounds. The file has examples of step and core_state, those before a
-first step. docs/experiments.md shows how to use both.
+the most valuable. Actions are the environment's, in int64 and float32: Discrete's
+counted from its start, a Box's within its bounds. The file has examples of step and
+core_state, those before a first step. docs/experiments.md shows how to use both.
 
 A file.tar is a small checkpoint, with the weights in float16 and nothing that only
 learning needs. --mode test --checkpoint FILE plays it.

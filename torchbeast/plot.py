@@ -85,7 +85,8 @@ class RunLog:
 
 def group(runs, names=None):
     """Returns {label: runs of this curve}. The label names the flags in which the
-    curves differ, but not those that follow from agent, preset and environment.
+    curves differ, but not those that follow from agent, preset and environment, nor, if
+    the others tell the curves apart, those that nobody gave.
 
     names: of the flags whose values have a curve each, instead of all.
     """
@@ -105,7 +106,7 @@ def group(runs, names=None):
     def differ(runs):
         return {n for n in found if len({value(run, n) for run in runs}) > 1}
 
-    known = [run for run in runs if run.flags]
+    known, asked = [run for run in runs if run.flags], names or ()
     if names is None:
         alike = {}  # Runs of the same agent, preset and environment.
         for run in known:
@@ -118,7 +119,8 @@ def group(runs, names=None):
     # Flags that only some programs have, or had, and those that nobody gave, make long
     # labels.
     common = [n for n in names if all(n in run.flags for run in known)]
-    common = [n for n in common if any(n not in run.chosen for run in known)]
+    given = {n for run in known for n in run.flags.keys() - run.chosen}
+    common = [n for n in common if n in given or n in asked]
     short = [values(of_curve[0], common) for of_curve in curves.values()]
     return dict(zip(short, curves.values())) if len({*short}) == len(short) else curves
 
