@@ -14,7 +14,9 @@ network at the start of the update, which is the one that acted, unless --async 
 acting go on while it learns. Then actions are of older policies; values are always by
 the current network. Peng's Q(lambda) corrects for neither old nor random actions: with
 a larger lambda its values are more those of the actions that were taken (arXiv
-2103.00107).
+2103.00107). Not in the paper: the values of the actions that were not taken are held
+where they were at the start of the update, as layers that all actions share move them,
+too (compare value churn, arXiv 2409.04792).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -37,13 +39,14 @@ PRESETS = {
     "atari": dict(
         unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
         num_actors=0, envs_per_actor=8, num_servers=1, envs_per_server=8,
+        churn_reduction=0.0,
     ),
 }  # fmt: skip
 
 # Flags that defaults() chooses.
 BY_ENVIRONMENT = (
     "net", "reward_clipping", "normalize_rewards", "num_minibatches", "learning_rate",
-    "grad_norm_clipping",
+    "grad_norm_clipping", "churn_reduction",
 )  # fmt: skip
 
 
@@ -70,6 +73,9 @@ def parser():
                    metavar="LAMBDA", help="weight of later steps in the targets; 0: "
                    "only the next step's value, 1: all rewards of the rollout "
                    "(default: %(default)s)")
+    g.add_argument("--churn_reduction", type=number(float, 0),
+                   metavar="WEIGHT", help="weight of the squared changes of the values "
+                   "of actions that were not taken")
     agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (RAdam)")
@@ -114,6 +120,7 @@ class Agent(QAgent):
             **agents.reward_defaults(flags, is_atari(flags.env)),
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
+            "churn_reduction": 0.0 if is_atari(flags.env) else 1.0,
         }
         size = 64  # Steps of a minibatch.
         if side is not None and side < 20:
@@ -156,6 +163,7 @@ class Agent(QAgent):
         """Returns what minibatches are made of, with
 
         target  [T, B], of the action taken on a step
+        q       [T, B, A], the values at the start of the update
         real    [T, B] bool, the step was not the last of an episode
         """
         core_state = self.state_of_net(batch["core_state"][0])
@@ -165,15 +173,18 @@ class Agent(QAgent):
         target = lambda_targets(
             self.rewards(batch), discounts, real, outputs["q"], self.flags.q_lambda
         )
-        return minibatches.prepare(batch, core_state, target=target, real=real)
+        q = outputs["q"][:-1]
+        return minibatches.prepare(batch, core_state, target=target, q=q, real=real)
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
         ...], and its statistics, means over real transitions."""
         mean = minibatches.mean_over(part["real"])
-        q = outputs["q"].gather(-1, part["action"].unsqueeze(-1)).squeeze(-1)  # [T, B]
+        action = part["action"].unsqueeze(-1)
+        q = outputs["q"].gather(-1, action).squeeze(-1)  # [T, B]
         error = q - part["target"]
-        total = mean(error.square())
+        churn = (outputs["q"] - part["q"]).scatter(-1, action, 0).square().sum(-1)
+        total = mean(error.square() + self.flags.churn_reduction * churn)
         return total, {
             "total_loss": total,
             "td_error": mean(error.abs()),

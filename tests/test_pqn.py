@@ -179,6 +179,25 @@ def test_a_gradient_step_is_that_of_the_mean_square(args):
         torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("args", [[], ["--use_lstm"]])
+def test_changes_of_the_values_of_other_actions_are_a_part_of_the_loss(args):
+    agent, batch = collect(*args, "--churn_reduction", 0.5)
+    data = agent.prepare(batch)
+    with torch.no_grad():
+        q = agent.net(data, data["core_state"])[0]["q"]
+    torch.testing.assert_close(data["q"], q)
+    moved = q + torch.tensor([0.1, -0.2])
+    loss = agent.loss(data, {"q": moved})[0]
+    expected = []
+    for index in map(tuple, data["real"].nonzero().tolist()):
+        action = data["action"][index]
+        others = moved[index] - q[index]
+        others[action] = 0
+        error = moved[index][action] - data["target"][index]
+        expected.append(error**2 + 0.5 * (others**2).sum())
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+
+
 def test_what_does_not_lead_from_an_action_is_not_learned_from():
     agent, batch = collect()
     fake = batch["done"][1:]
@@ -278,6 +297,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4
+    assert (atari.churn_reduction, small.churn_reduction) == (0, 1)
     for steps, exploring in (1e7, 1e6), (300_000, 50_000), (100, 50):
         flags = flags_of(OTHER, NUMBERS, "--total_steps", f"{steps:.0f}")
         assert flags.exploration_steps == exploring
