@@ -174,8 +174,10 @@ def _where(mask: Tensor | None, x: Tensor) -> Tensor:
 
 def reduce(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """Returns the sum or the mean of a loss [T, B] where the mask [T, B] is True, or
-    everywhere without one. Raises ValueError if the mask is not bool or of another
-    shape, or the reduction is neither "sum" nor "mean"."""
+    everywhere without one. For a mean in an agent's loss() the mask is to be
+    ~batch["done"][1:], by which slices and ranks are weighted. Raises ValueError if the
+    mask is not bool or of another shape, or the reduction is neither "sum" nor
+    "mean"."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {REDUCTIONS}")
     mask = _check_mask(mask, loss)

@@ -122,6 +122,7 @@ class Shifted(gymnasium.Env):
         (
             spaces.Discrete(3, start=5),
             spaces.Box(-0.01, 0.01, (2,), np.float32),
+            spaces.Box(-0.007, 0.007, (2,), np.float64),  # float32 is beyond.
             spaces.Dict(gear=spaces.Box(-4, -2, (), np.int8)),
         )
     )
@@ -142,12 +143,12 @@ def test_actions_are_those_that_the_environment_takes():
     flags = parse("--env", "x", "--use_lstm")
     agent = make_agent(flags, env)
     agent.net.eval()
-    with torch.no_grad():  # Actions that are beyond the bounds, and differ.
-        for x in agent.net.parameters():
-            x.mul_(3)
+    torch.manual_seed(1)
+    for x in agent.net.parameters():  # Actions that are beyond the bounds, and differ.
+        torch.nn.init.normal_(x)
     policy, acting = Policy(agent, env, "greedy"), export.Acting(agent, env.actions)
     step, state, given = env.initial(1), agent.initial_state(1), env.actions.zeros()
-    seen = set()
+    seen, beyond = set(), False
     for _ in range(9):
         own = {**what_networks_read(step), "last_action": given}
         with torch.no_grad():
@@ -157,8 +158,9 @@ def test_actions_are_those_that_the_environment_takes():
         for (name, x), (_, y) in zip(leaves(given), leaves(expected)):
             np.testing.assert_array_equal(x, y, name)
         seen.add(str(given))
+        beyond = beyond or np.abs(action[2]).max() > 0.007
         step = env.step(action)
-    assert len(seen) > 1
+    assert len(seen) > 1 and beyond
 
 
 # Small checkpoints.

@@ -254,6 +254,7 @@ def test_a_run_without_the_column_is_left_out(tmp_path):
         (["x", "--out", "x/logs.csv/plot.png"], "--out x/logs.csv/plot.png: "),
         (["x", "--column", "speed"], "no run has the column speed"),
         (["x", "--column", "los"], "no run has the column los; did you mean loss?"),
+        (["no_time", "--by", "hours"], "no run has the column seconds: --by hours"),
         (["x", "--curves", "speed"], "--curves speed: the runs have no such flag"),
         (["empty"], "no run has the column episode_return"),
     ],
@@ -262,6 +263,8 @@ def test_bad_input_is_named(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "x", seed=1)
     make_run(tmp_path / "empty", ())
+    (tmp_path / "no_time").mkdir()
+    (tmp_path / "no_time" / "logs.csv").write_text("step,episode_return\n1,2\n")
     with pytest.raises(BadInput, match=message):
         main_of_plot(*words)
 

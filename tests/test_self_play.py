@@ -64,13 +64,15 @@ def copy(net):
 def test_the_learner_has_either_side_by_turns_and_the_pool_is_drawn_from():
     drawn = seats.Seats(["a", "b"], 1, "game", opponents=3)
     drawn.seed(1)
-    sides, slots = Counter(), Counter()
+    sides, first, slots = Counter(), Counter(), Counter()
     for i in range(4000):
         drawn.draw(0)
         assert sorted(drawn.rows[0]) == ["a", "b"] and drawn.numbers[0] == 0
         sides[drawn.rows[0][0]] += 1
+        first[drawn.rows[0][0]] += i % 2  # A game's own turns are not the sides'.
         slots[int(drawn.numbers[1])] += 1
         assert abs(sides["a"] - sides["b"]) == (i + 1) % 2
+    assert abs(first["a"] - first["b"]) < 200
     assert slots.keys() == {0, 1, 2, 3}
     assert abs(slots[0] - 4000 * seats.AGAINST_ITSELF) < 150
     past = [slots[i] for i in (1, 2, 3)]

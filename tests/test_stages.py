@@ -17,13 +17,14 @@ ATARI = make_encoder(spaces.Box(0, 255, (84, 84, 4), np.uint8))
 LARGE = make_encoder(spaces.Dict(eye=spaces.Box(0, 255, (120, 160, 3), np.uint8)))
 
 
-def hint(program, net, longest, update=9.0, busy=0.6, **flags):
-    """The last line of the report of a run where this stage took longest."""
+def hint(program, net, longest, update=9.0, busy=0.6, more=(), **flags):
+    """The last line of the report of a run where this stage took longest. more: other
+    stages' seconds."""
     names = [*stages.STAGES["streams"]]
     if program == "monobeast":
         names.remove("inference_queue")
     seconds = dict.fromkeys(names, 1.0)
-    seconds |= {longest: 9.0} | {"learner_wait": 1.0, "update": update}
+    seconds |= {longest: 9.0, "learner_wait": 1.0, "update": update, **dict(more)}
     own = dict(envs_per_server=8)
     if program == "monobeast":
         own = dict(envs_per_actor=16, num_actors=2)
@@ -68,6 +69,14 @@ def test_what_computes_all_the_time_and_has_hardly_a_core_is_told_of_others():
         gpu = hint("monobeast", SMALL, longest, busy=0.2, learner_device="cuda:0")
         assert gpu != line
     assert hint("monobeast", SMALL, "environment_wait", busy=0.2) != line
+    apart = hint("monobeast", SMALL, "rollout_queue", busy=0.2, more={"reduction": 9.0})
+    assert apart != line  # Other learners are waited for.
+
+
+def test_where_all_rows_wait_for_an_update_one_that_is_slow_is_not_called_learning():
+    more, waits = {"environment_wait": 5.0}, {"async": False}
+    line = hint("monobeast", SMALL, "rollout_queue", 0.1, 0.2, more, **waits)
+    assert line.startswith("environments: ")
 
 
 def test_a_network_of_many_parameters_is_not_small():

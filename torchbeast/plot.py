@@ -176,6 +176,8 @@ def plot(flags):
     runs = [RunLog(pathlib.Path(path), flags.column, flags.by) for path in paths]
     if not any(len(run.x) for run in runs):
         columns = {name for run in runs for row in run.rows for name in row}
+        if flags.column in columns:
+            raise BadInput(f"no run has the column seconds: --by {flags.by}")
         close = difflib.get_close_matches(flags.column, columns, n=1)
         hint = "".join(f"; did you mean {name}?" for name in close)
         raise BadInput(f"no run has the column {flags.column}{hint}")

@@ -86,8 +86,9 @@ class Seats:
     """Whose each row of E environments is, and which policy acts for it.
 
     With --opponents, the first row of an environment is the learner's and the second
-    one its opponent's. At each reset they change sides, and it is drawn which of the
-    past policies 1 to N acts for the second one, or 0, the learner itself.
+    one its opponent's. At each reset it is drawn which of the past policies 1 to N acts
+    for the second one, or 0, the learner itself. Of each two episodes of an environment
+    the learner has one side in the first, which is drawn, and the other in the second.
 
     policies: {policy: indices of its agents}, empty if there is one policy
     rows:     for each environment, the agents of its rows
@@ -121,14 +122,15 @@ class Seats:
         """Seeds what is drawn. (Environments have the seeds of lower numbers.)"""
         seed = None if seed is None else derive_seed(seed, len(self.rows))
         self._random = np.random.default_rng(seed)
-        self._sides = self._random.choice([1, -1], len(self.rows))
+        self._sides = [0] * len(self.rows)  # Of the next episode, or 0: is to be drawn.
 
     def draw(self, e):
         """Draws who plays the next episode of environment e."""
         if self.opponents is None:
             return
-        self.rows[e] = self._agents[:: self._sides[e]]
-        self._sides[e] *= -1
+        side = self._sides[e] or self._random.choice([1, -1])
+        self._sides[e] = 0 if self._sides[e] else -side
+        self.rows[e] = self._agents[::side]
         if self.opponents and self._random.random() < AGAINST_ITSELF:
             self.numbers[2 * e + 1] = 0
         elif self.opponents:

@@ -269,6 +269,13 @@ class Actions:
         return x.astype(leaf.dtype, copy=False)
 
 
+def _rounded(bound, sign):
+    """Returns a bound as float32, rounded up (sign 1) or down (-1)."""
+    x = bound.astype(np.float32)
+    inside = sign * (x - bound) >= 0
+    return np.where(inside, x, np.nextafter(x, np.float32(sign * np.inf)))
+
+
 class Action:
     """One array of an action, for one space that is not a Tuple or Dict.
 
@@ -277,7 +284,7 @@ class Action:
     num_choices: integer array of that shape, how many values each number has; None of a
                  Box
     start:       what the environment counts from, of choices
-    low, high:   bounds of the numbers of a Box
+    low, high:   bounds of the numbers of a Box, float32 that lie within its own
     """
 
     def __init__(self, space, keys):
@@ -300,8 +307,8 @@ class Action:
             self.num_choices, self.dtype = None, np.dtype(np.float32)
             limits = [np.finfo(t) for t in (np.float32, space.dtype)]
             limit = float(min(x.max for x in limits))  # Not infinite when it is cast.
-            self.low = space.low.astype(float).clip(-limit, limit)
-            self.high = space.high.astype(float).clip(-limit, limit)
+            self.low = _rounded(space.low.astype(float).clip(min=-limit), 1)
+            self.high = _rounded(space.high.astype(float).clip(max=limit), -1)
 
     def clip(self, x):
         if self.num_choices is not None:
@@ -311,9 +318,7 @@ class Action:
     def to_environment(self, x):
         if self.num_choices is not None:
             return (x + self.start).astype(self.space.dtype, copy=False)
-        x = x.astype(self.space.dtype)
-        # In float64 the bounds may lie inside of float32's.
-        return np.clip(x, self.space.low, self.space.high)
+        return self.clip(x).astype(self.space.dtype, copy=False)
 
     def rows(self, x):
         # Everything that is in a Box is an array.

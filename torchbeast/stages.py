@@ -93,7 +93,8 @@ def report(run, net):
         stage = slowest(run, seconds, result)
     text = remedy(stage, program, run.flags, net)
     devices = (getattr(run.flags, f"{x}_device", "cpu") for x in ("learner", "actor"))
-    if busy < 0.5 and stage != "environment_wait" and {*devices} == {"cpu"}:
+    own = stage != "environment_wait" and "reduction" not in result
+    if busy < 0.5 and own and {*devices} == {"cpu"}:
         text = "other programs have the cores"
     yield f"{busy:.1f} of {cores} cores were busy; bottleneck: {text}"
 
@@ -105,7 +106,9 @@ def slowest(run, seconds, result):
         learning = seconds["update"]
     else:
         learning = result.get("rollout_queue", 0)
-        if not synchronous(run.flags):
+        if synchronous(run.flags):  # The slowest row is waited for there, too.
+            learning = min(learning, result["update"])
+        else:
             # It is not what streams wait for if the learner waits for them, and it is,
             # however long they take, if that never waits.
             learning *= result["update"] > 0.6
