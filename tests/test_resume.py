@@ -45,6 +45,16 @@ def test_a_run_that_was_saved_before_its_first_step_goes_on_and_not_anew(trained
     assert not list((trained / "x").glob("attempt-*"))
 
 
+def test_flags_that_differ_from_the_checkpoints_are_named(trained):
+    checkpoint = load(trained)
+    del checkpoint["flags"]["entropy_cost"]  # It is of before there was such a flag.
+    torch.save(checkpoint, trained / "x" / "model.tar")
+    result = succeeds(*serial_run(trained, "--discounting", 0.5, *LOG, steps=440))
+    (line,) = [x for x in result.stderr.splitlines() if "that differ" in x]
+    assert "--discounting 0.5 (before: --discounting 0.99), --entropy_cost" in line
+    assert "(before: no such flag), --log_interval_steps" in line
+
+
 def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
     path = trained / "x" / "logs.csv"
     path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")

@@ -134,12 +134,14 @@ class Run:
         self._best = saved.get("best", -math.inf)
 
     def _changed_flags(self, before):
-        """Returns a text with the flags that are not those of the checkpoint."""
+        """Returns a text with the flags that are not those of the checkpoint. (One that
+        it does not have came with a change of the code, and may change the run.)"""
         now = machine.plain(vars(self.flags))
         return ", ".join(
-            f"{_words(name, now[name])} (before: {_words(name, before[name])})"
-            for name in sorted(now.keys() & before.keys() - UNCOMPARED)
-            if now[name] != before[name]
+            f"{_words(name, now[name])} (before: "
+            f"{_words(name, before[name]) if name in before else 'no such flag'})"
+            for name in sorted(now.keys() - UNCOMPARED)
+            if now[name] != before.get(name)
         )
 
     @contextlib.contextmanager
