@@ -407,7 +407,7 @@ def test_a_script_without_a_guard_is_told_so_by_the_processes_that_it_starts(tmp
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert "the script needs `if __name__ == '__main__':`" in result.stderr
     assert len(list((tmp_path / "logs").glob("torchbeast-*"))) == 1

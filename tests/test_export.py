@@ -68,7 +68,7 @@ def play(path, kind):
     """Runs the script without the repository. Returns (actions, score)."""
     (path / "play.py").write_text(scripts()[kind])
     words = [sys.executable, "-I", "play.py"]
-    out = subprocess.run(words, cwd=path, capture_output=True, text=True, timeout=120)
+    out = subprocess.run(words, cwd=path, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     *actions, _, score = out.stdout.split()
     return list(map(int, actions)), float(score)

@@ -46,7 +46,7 @@ def test_a_test_whose_output_nobody_reads_ends_without_a_word(trained):
         command(*flags), cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
     )
     os.close(writing)
-    assert process.communicate(timeout=100)[1] == ""
+    assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == 128 + signal.SIGPIPE
 
 
