@@ -14,10 +14,10 @@ network at the start of the update, which is the one that acted, unless --async 
 acting go on while it learns. Then actions are of older policies; values are always by
 the current network. Peng's Q(lambda) corrects for neither old nor random actions: with
 a larger lambda its values are more those of the actions that were taken (arXiv
-2103.00107). Not in the paper: where observations are codes, such as a grid's, the
-values of the actions that were not taken are held where they were at the start of the
-update, as layers that all actions share move them, too (compare value churn, arXiv
-2409.04792).
+2103.00107). Not in the paper: where observations are arrays of integers, such as a
+grid's, the values of the actions that were not taken are held where they were at the
+start of the update, as layers that all actions share move them, too (compare value
+churn, arXiv 2409.04792).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -29,11 +29,12 @@ from torch import nn
 
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, minibatches, normalization, q_learning, ranks
+from torchbeast import agents, minibatches, q_learning, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
 from torchbeast.images import smallest_side
 from torchbeast.q_learning import QAgent, QNetwork
+from torchbeast.spaces import space_leaves
 
 # CleanRL's constants (cleanrl/pqn_atari_envpool.py, pqn_atari_envpool_lstm.py).
 PRESETS = {
@@ -116,14 +117,15 @@ class Agent(QAgent):
         flags = self.flags
         side = smallest_side(observation_space)
         small = side is None or side < 20
-        codes = small and not normalization.real_numbers(observation_space)
+        *_, dtypes, shapes = zip(*space_leaves(observation_space))
+        grid = small and any(shapes) and all(dtype.kind != "f" for dtype in dtypes)
         num_rollouts = ranks.current.share(flags.batch_size)
         chosen = {
             "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
             **agents.reward_defaults(flags, is_atari(flags.env)),
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
-            "churn_reduction": 1.0 if codes else 0.0,
+            "churn_reduction": 1.0 if grid else 0.0,
         }
         size = 64  # Steps of a minibatch.
         if not small:

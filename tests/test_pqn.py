@@ -297,9 +297,13 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4
-    one_hot = flags_of(OTHER, spaces.MultiBinary((7, 7, 20)))
-    for flags, weight in (atari, 0), (numbers, 0), (small, 1), (one_hot, 1):
-        assert flags.churn_reduction == weight
+    held = {
+        0: (IMAGE, NUMBERS, spaces.Discrete(16), spaces.Dict(x=NUMBERS, y=SMALL_IMAGE)),
+        1: (SMALL_IMAGE, spaces.MultiBinary((7, 7, 20)), spaces.Box(0, 9, (9,), int)),
+    }
+    for weight, kinds in held.items():
+        for space in kinds:
+            assert flags_of(OTHER, space).churn_reduction == weight, space
     for steps, exploring in (1e7, 1e6), (300_000, 50_000), (100, 50):
         flags = flags_of(OTHER, NUMBERS, "--total_steps", f"{steps:.0f}")
         assert flags.exploration_steps == exploring
