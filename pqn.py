@@ -168,7 +168,7 @@ class Agent(QAgent):
         """Returns what minibatches are made of, with
 
         target  [T, B], of the action taken on a step
-        q       [T, B, A], the values at the start of the update
+        q       [T, B, A], the values at the start of the update, if they are to be held
         real    [T, B] bool, the step was not the last of an episode
         """
         core_state = self.state_of_net(batch["core_state"][0])
@@ -178,8 +178,8 @@ class Agent(QAgent):
         target = lambda_targets(
             self.rewards(batch), discounts, real, outputs["q"], self.flags.q_lambda
         )
-        q = outputs["q"][:-1]
-        return minibatches.prepare(batch, core_state, target=target, q=q, real=real)
+        held = {"q": outputs["q"][:-1]} if self.flags.churn_reduction else {}
+        return minibatches.prepare(batch, core_state, target=target, real=real, **held)
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
@@ -188,8 +188,11 @@ class Agent(QAgent):
         action = part["action"].unsqueeze(-1)
         q = outputs["q"].gather(-1, action).squeeze(-1)  # [T, B]
         error = q - part["target"]
-        churn = (outputs["q"] - part["q"]).scatter(-1, action, 0).square().sum(-1)
-        total = mean(error.square() + self.flags.churn_reduction * churn)
+        losses = error.square()
+        if "q" in part:
+            churn = (outputs["q"] - part["q"]).scatter(-1, action, 0).square().sum(-1)
+            losses = losses + self.flags.churn_reduction * churn
+        total = mean(losses)
         return total, {
             "total_loss": total,
             "td_error": mean(error.abs()),
