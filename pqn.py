@@ -116,9 +116,8 @@ class Agent(QAgent):
         """Returns what is best for the kind of environment. Atari's are CleanRL's."""
         flags = self.flags
         side = smallest_side(observation_space)
-        small = side is None or side < 20
         *_, dtypes, shapes = zip(*space_leaves(observation_space))
-        grid = small and any(shapes) and all(dtype.kind != "f" for dtype in dtypes)
+        grid = side is None and any(shapes) and all(x.kind != "f" for x in dtypes)
         num_rollouts = ranks.current.share(flags.batch_size)
         chosen = {
             "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
@@ -128,10 +127,10 @@ class Agent(QAgent):
             "churn_reduction": 1.0 if grid else 0.0,
         }
         size = 64  # Steps of a minibatch.
-        if not small:
-            chosen["net"], size = "nature", 256
-        elif side is not None:
+        if side is not None and side < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
+        elif side is not None:
+            chosen["net"], size = "nature", 256
         num = flags.unroll_length * num_rollouts // size
         num = min(max(1, num), MAX_MINIBATCHES)
         chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num

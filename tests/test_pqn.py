@@ -298,8 +298,8 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4
     held = {
-        0: (IMAGE, NUMBERS, spaces.Discrete(16), spaces.Dict(x=NUMBERS, y=SMALL_IMAGE)),
-        1: (SMALL_IMAGE, spaces.MultiBinary((7, 7, 20)), spaces.Box(0, 9, (9,), int)),
+        0: (IMAGE, SMALL_IMAGE, NUMBERS, spaces.Discrete(16)),
+        1: (spaces.MultiBinary((7, 7, 20)), spaces.Box(0, 9, (9,), int)),
     }
     for weight, kinds in held.items():
         for space in kinds:
