@@ -27,6 +27,7 @@ SPACES = {
     "number": spaces.Box(-1, 1, ()),
     "float64": spaces.Box(LOW, HIGH, dtype=np.float64),
     "float16": spaces.Box(-1, 1, (3,), np.float16),
+    "between": spaces.Box(np.array([-0.1, 0.1]), np.full(2, 0.1), None, np.float64),
     "integers": spaces.Box(np.array([-3, 0]), np.array([2, 255]), dtype=np.int16),
     "integer": spaces.Dict(a=spaces.Box(5, 9, (), np.uint8)),
     "far": spaces.Box(2**62, 2**62 + 4, (2,), np.int64),

@@ -61,7 +61,7 @@ def copy(net):
 # Who plays.
 
 
-def test_the_learner_has_either_side_by_turns_and_the_pool_is_drawn_from():
+def test_the_learner_has_each_side_once_in_two_games_and_the_pool_is_drawn_from():
     drawn = seats.Seats(["a", "b"], 1, "game", opponents=3)
     drawn.seed(1)
     sides, first, slots = Counter(), Counter(), Counter()

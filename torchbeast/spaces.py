@@ -272,8 +272,8 @@ class Actions:
 def _rounded(bound, sign):
     """Returns a bound as float32, rounded up (sign 1) or down (-1)."""
     x = bound.astype(np.float32)
-    inside = sign * (x - bound) >= 0
-    return np.where(inside, x, np.nextafter(x, np.float32(sign * np.inf)))
+    y = np.nextafter(x, np.float32(sign * np.inf))
+    return np.where(sign * (x - bound) >= 0, x, y)
 
 
 class Action:
@@ -284,7 +284,7 @@ class Action:
     num_choices: integer array of that shape, how many values each number has; None of a
                  Box
     start:       what the environment counts from, of choices
-    low, high:   bounds of the numbers of a Box, float32 that lie within its own
+    low, high:   bounds of the numbers of a Box, finite float32 within its own
     """
 
     def __init__(self, space, keys):
@@ -305,8 +305,7 @@ class Action:
             self.start = space.low
         else:
             self.num_choices, self.dtype = None, np.dtype(np.float32)
-            limits = [np.finfo(t) for t in (np.float32, space.dtype)]
-            limit = float(min(x.max for x in limits))  # Not infinite when it is cast.
+            limit = float(min(np.finfo(t).max for t in (np.float32, space.dtype)))
             self.low = _rounded(space.low.astype(float).clip(min=-limit), 1)
             self.high = _rounded(space.high.astype(float).clip(max=limit), -1)
 
@@ -318,7 +317,8 @@ class Action:
     def to_environment(self, x):
         if self.num_choices is not None:
             return (x + self.start).astype(self.space.dtype, copy=False)
-        return self.clip(x).astype(self.space.dtype, copy=False)
+        x = self.clip(x).astype(self.space.dtype)  # Equal bounds may lie between two.
+        return np.clip(x, self.space.low, self.space.high)
 
     def rows(self, x):
         # Everything that is in a Box is an array.
