@@ -13,14 +13,14 @@ import torch
 
 from tests.programs import ROOT, args, succeeds
 from tests.supervisor import supervise_this_process
-from torchbeast.machine import core_shares, own_cores, use_only
+from torchbeast.machine import core_shares, num_cores, use_only
 from torchbeast.process import SIGNALS
 
 # Tests run beside each other: threads that wait for threads are in their way.
 torch.set_num_threads(1)
 # Programs take what cores there are: each of pytest's workers has its share.
 num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-if 2 * num_workers <= len(own_cores()):
+if 2 * num_workers <= num_cores():
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     use_only(core_shares(num_workers)[int(worker)])
 # Programs have it as by default, if whoever started the tests used nohup,

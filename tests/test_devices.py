@@ -61,6 +61,24 @@ def test_a_gpu_gets_more_images_at_a_time(args, batch_size, num_envs, monkeypatc
             assert found == (4, 32)
 
 
+@pytest.mark.parametrize(
+    "limit, expected",
+    [("750000 100000", 8), ("50000 100000", 1), ("max 100000", 16), (None, 16)],
+)
+def test_a_container_has_as_many_cores_as_it_has_time_of(
+    limit, expected, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(machine, "own_cores", lambda: {*range(16)})
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(machine, "_num_cores", None)
+    assert machine.num_cores() == expected
+    shares = machine.core_shares(num := min(2, expected))
+    assert [len(share) for share in shares] == num * [expected // num]
+    assert len(set.union(*shares)) == expected // num * num
+
+
 def test_a_gpu_that_pytorch_has_no_kernels_for_is_refused_in_one_line(monkeypatch):
     def ones(*args, **kwargs):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")

@@ -4,9 +4,11 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
+import random
 import re
 import resource
 import subprocess
@@ -65,13 +67,22 @@ def cpu_name():
     return platform.processor()  # Not x86, or not Linux.
 
 
+CGROUP = pathlib.Path("/sys/fs/cgroup")  # Control groups, version 2: a container's.
 _num_cores = None
 
 
 def num_cores() -> int:
     """The number of cores that this process may use, which may be fewer than the
-    machine has."""
-    return _num_cores or len(own_cores())
+    machine has: of a container with the time of 7.5 cores (docker run --cpus, limits of
+    Kubernetes) 8."""
+    if _num_cores:
+        return _num_cores
+    try:
+        microseconds, period = map(int, (CGROUP / "cpu.max").read_text().split())
+        limit = math.ceil(microseconds / period)
+    except (OSError, ValueError):  # None, or "max".
+        limit = math.inf
+    return min(len(own_cores()), limit)
 
 
 def own_cores() -> set[int]:
@@ -95,7 +106,7 @@ def use_cores(n):
 
 
 def core_shares(n) -> list[set[int]]:
-    """Returns n equal shares of the cores that this process may use, each of
+    """Returns n equal shares of num_cores() cores that this process may use, each of
     neighbours: threads of one core, cores of one socket."""
 
     def place(core):
@@ -107,8 +118,9 @@ def core_shares(n) -> list[set[int]]:
             return [0, core, core]
 
     cores = sorted(own_cores(), key=place)
-    size = len(cores) // n  # Equal, because a run's defaults depend on its cores.
-    return [set(cores[i * size : (i + 1) * size]) for i in range(n)]
+    size = num_cores() // n  # Equal, because a run's defaults depend on its cores.
+    first = random.randrange(len(cores) - n * size + 1)  # Others use the rest.
+    return [set(cores[first + i * size :][:size]) for i in range(n)]
 
 
 def memory_bytes() -> int:
@@ -128,11 +140,11 @@ def available_memory_bytes() -> int:
     except FileNotFoundError:
         return memory_bytes()
     available = amounts["MemAvailable:"]
-    try:  # Control groups, version 2.
-        group = pathlib.Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text())
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = (CGROUP / "memory.stat").read_text()
+        cached = re.search(r"^inactive_file (\d+)", stat)
         used -= int(cached[1]) if cached else 0
         available = min(available, limit - used)
     except (OSError, ValueError):  # None, or "max".

@@ -62,6 +62,7 @@ def join(flags):
     # A core is shared by the ranks that may use it.
     here = [c for h, c in zip(hosts, cores) if h == hosts[rank]]
     share = sum(1 / sum(core in c for c in here) for core in cores[rank])
+    share *= machine.num_cores() / len(cores[rank])  # Of a container with less time.
     machine.use_cores(max(1, round(share)))
     group.hosts, group.num_here = list(hosts), len(here)
 
