@@ -14,10 +14,10 @@ network at the start of the update, which is the one that acted, unless --async 
 acting go on while it learns. Then actions are of older policies; values are always by
 the current network. Peng's Q(lambda) corrects for neither old nor random actions: with
 a larger lambda its values are more those of the actions that were taken (arXiv
-2103.00107). Not in the paper: where observations are arrays of integers, such as a
-grid's, the values of the actions that were not taken are held where they were at the
-start of the update, as layers that all actions share move them, too (compare value
-churn, arXiv 2409.04792).
+2103.00107). Not in the paper: where an observation has an array of integers, such as a
+grid's, and no images or real numbers, the values of the actions that were not taken are
+held where they were at the start of the update, as layers that all actions share move
+them, too (compare value churn, arXiv 2409.04792).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -75,9 +75,9 @@ def parser():
                    metavar="LAMBDA", help="weight of later steps in the targets; 0: "
                    "only the next step's value, 1: all rewards of the rollout "
                    "(default: %(default)s)")
-    g.add_argument("--churn_reduction", type=number(float, 0),
-                   metavar="WEIGHT", help="weight of the squared changes of the values "
-                   "of actions that were not taken")
+    g.add_argument("--churn_reduction", type=number(float, 0), metavar="WEIGHT",
+                   help="weight of the squared changes, since the start of the update, "
+                   "of the values of actions that were not taken")
     agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (RAdam)")
@@ -118,7 +118,8 @@ class Agent(QAgent):
         side = smallest_side(observation_space)
         *_, dtypes, shapes = zip(*space_leaves(observation_space))
         grid = side is None and any(shapes) and all(x.kind != "f" for x in dtypes)
-        num_rollouts = ranks.current.share(flags.batch_size)
+        most = ranks.current.share(flags.batch_size)  # Of a rank: rollouts, or steps.
+        most *= 1 if flags.use_lstm else flags.unroll_length
         chosen = {
             "exploration_steps": q_learning.exploration_steps(flags, 1 / 10, 50_000),
             **agents.reward_defaults(flags, is_atari(flags.env)),
@@ -126,14 +127,13 @@ class Agent(QAgent):
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
             "churn_reduction": 1.0 if grid else 0.0,
         }
-        size = 64  # Steps of a minibatch.
+        size = 64  # Steps of a minibatch of all ranks.
         if side is not None and side < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
         elif side is not None:
             chosen["net"], size = "nature", 256
-        num = flags.unroll_length * num_rollouts // size
-        num = min(max(1, num), MAX_MINIBATCHES)
-        chosen["num_minibatches"] = min(num, num_rollouts) if flags.use_lstm else num
+        num = max(1, flags.unroll_length * flags.batch_size // size)
+        chosen["num_minibatches"] = min(num, MAX_MINIBATCHES, most)
         return chosen
 
     def make_net(self, observation_space, action_space):
@@ -182,7 +182,11 @@ class Agent(QAgent):
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
-        ...], and its statistics, means over real transitions."""
+        ...], and its statistics, means over real transitions. With the weight w of
+        --churn_reduction and the values Q' at the start of the update the loss is
+
+            mean_t (Q(s_t, a_t) - G_t)^2 + w sum_{b != a_t} (Q(s_t, b) - Q'(s_t, b))^2
+        """
         mean = minibatches.mean_over(part["real"])
         action = part["action"].unsqueeze(-1)
         q = outputs["q"].gather(-1, action).squeeze(-1)  # [T, B]

@@ -1,5 +1,7 @@
 """pqn.py, against slow references. What it shares with r2d2.py is tested there."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ import pqn
 from tests import envs, test_agent
 from tests.programs import read_logs, refusal, succeeds
 from tests.test_agent import batches, make_actor
-from torchbeast import encoders, environment, minibatches
+from torchbeast import encoders, environment, minibatches, ranks
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 
@@ -21,6 +23,7 @@ ATARI, OTHER = "PongNoFrameskip-v4", "CartPole-v1"
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
 SMALL_IMAGE = spaces.Dict({"board": spaces.Box(0, 1, (10, 10, 4), bool)})
 NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
+GRID = spaces.MultiBinary((7, 7, 20))
 
 
 def parse(*args):
@@ -179,14 +182,20 @@ def test_a_gradient_step_is_that_of_the_mean_square(args):
         torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-3, atol=1e-6)
 
 
+class FourActions(envs.Memory):
+    def __init__(self):
+        super().__init__()
+        self.action_space = spaces.Discrete(4)
+
+
 @pytest.mark.parametrize("args", [[], ["--use_lstm"]])
 def test_changes_of_the_values_of_other_actions_are_a_part_of_the_loss(args):
-    agent, batch = collect(*args, "--churn_reduction", 0.5)
+    agent, batch = collect(*args, "--churn_reduction", 0.5, env=FourActions)
     data = agent.prepare(batch)
     with torch.no_grad():
         q = agent.net(data, data["core_state"])[0]["q"]
     torch.testing.assert_close(data["q"], q)
-    moved = q + torch.tensor([0.1, -0.2])
+    moved = q + torch.tensor([0.1, -0.2, 0.3, -0.4])
     loss = agent.loss(data, {"q": moved})[0]
     expected = []
     for index in map(tuple, data["real"].nonzero().tolist()):
@@ -298,8 +307,15 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4
     held = {
-        0: (IMAGE, SMALL_IMAGE, NUMBERS, spaces.Discrete(16)),
-        1: (spaces.MultiBinary((7, 7, 20)), spaces.Box(0, 9, (9,), int)),
+        0: (
+            *(IMAGE, SMALL_IMAGE, NUMBERS, spaces.Discrete(16)),
+            spaces.Dict(grid=GRID, eye=IMAGE),
+            spaces.Dict(grid=GRID, speed=NUMBERS),
+        ),
+        1: (
+            *(GRID, spaces.Box(0, 9, (9,), int)),
+            spaces.Dict(compass=spaces.Discrete(4), grid=GRID),  # MiniGrid's.
+        ),
     }
     for weight, kinds in held.items():
         for space in kinds:
@@ -348,3 +364,11 @@ def test_a_run_trains_resumes_and_is_tested(tmp_path, args):
     assert int(rows[-1]["step"]) == 640 and float(rows[-1]["total_loss"]) > 0
     assert {row["policy_lag"] for row in rows} == {"0.0"}
     succeeds("--savedir", tmp_path, "--mode", "test", "--num_test_episodes", 1)
+
+
+@pytest.mark.parametrize("args", [[], ["--use_lstm"]])
+def test_several_learners_make_as_many_gradient_steps_as_one(args, monkeypatch):
+    one = flags_of(OTHER, NUMBERS, *args)
+    halves = types.SimpleNamespace(share=lambda batch_size: batch_size // 2)
+    monkeypatch.setattr(ranks, "current", halves)
+    assert flags_of(OTHER, NUMBERS, *args).num_minibatches == one.num_minibatches

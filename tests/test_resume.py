@@ -55,6 +55,17 @@ def test_flags_that_differ_from_the_checkpoints_are_named(trained):
     assert "(before: no such flag), --log_interval_steps" in line
 
 
+def test_flags_that_only_another_program_has_are_not_named(trained):
+    checkpoint = load(trained)
+    checkpoint["flags"]["command"][0] = "polybeast"
+    del checkpoint["flags"]["num_actors"]
+    torch.save(checkpoint, trained / "x" / "model.tar")
+    result = succeeds(*serial_run(trained, "--discounting", 0.5, steps=440))
+    (line,) = [x for x in result.stderr.splitlines() if "that differ" in x]
+    assert "--discounting 0.5 (before: --discounting 0.99)" in line
+    assert "num_actors" not in line
+
+
 def test_a_resumed_run_adds_its_columns_to_those_its_log_began_with(trained):
     path = trained / "x" / "logs.csv"
     path.write_text("step,total_loss,of_another_version\n400,1.5,7\n")

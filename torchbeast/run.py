@@ -137,10 +137,13 @@ class Run:
         """Returns a text with the flags that are not those of the checkpoint. (One that
         it does not have came with a change of the code, and may change the run.)"""
         now = machine.plain(vars(self.flags))
+        names = now.keys() - UNCOMPARED
+        if [*now.get("command", ())][:1] != [*before.get("command", ())][:1]:
+            names &= before.keys()  # Another program has other flags.
         return ", ".join(
             f"{_words(name, now[name])} (before: "
             f"{_words(name, before[name]) if name in before else 'no such flag'})"
-            for name in sorted(now.keys() - UNCOMPARED)
+            for name in sorted(names)
             if now[name] != before.get(name)
         )
 

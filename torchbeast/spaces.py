@@ -306,8 +306,8 @@ class Action:
         else:
             self.num_choices, self.dtype = None, np.dtype(np.float32)
             limit = float(min(np.finfo(t).max for t in (np.float32, space.dtype)))
-            self.low = _rounded(space.low.astype(float).clip(min=-limit), 1)
-            self.high = _rounded(space.high.astype(float).clip(max=limit), -1)
+            self.low = _rounded(space.low.astype(float).clip(-limit, limit), 1)
+            self.high = _rounded(space.high.astype(float).clip(-limit, limit), -1)
 
     def clip(self, x):
         if self.num_choices is not None:
@@ -317,8 +317,8 @@ class Action:
     def to_environment(self, x):
         if self.num_choices is not None:
             return (x + self.start).astype(self.space.dtype, copy=False)
-        x = self.clip(x).astype(self.space.dtype)  # Equal bounds may lie between two.
-        return np.clip(x, self.space.low, self.space.high)
+        # Bounds in float64 that are equal may lie between two numbers of float32.
+        return np.clip(x.astype(self.space.dtype), self.space.low, self.space.high)
 
     def rows(self, x):
         # Everything that is in a Box is an array.
