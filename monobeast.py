@@ -62,8 +62,6 @@ def program_parser(agent="polybeast"):
         ],
     )
     p.add_presets(agent)
-    if p.get_default("net") == "deep":  # Each actor evaluates it alone, on a CPU.
-        p.set_defaults(net="shallow")
     return p
 
 
@@ -243,7 +241,7 @@ def train(flags):
         )
         parts = flags, actors, full_queue, learner, buffers
         return learner.train(lambda signals: train_with_actors(*parts, signals), actors)
-    stop_telling = tell_slow(first_rollouts(flags, flags.envs_per_actor))
+    stop_telling = tell_slow(*first_rollouts(flags, flags.envs_per_actor))
     # Not in learner.train(), where Ctrl-C waits for a step: constructors may be slow.
     env = create(create_env, flags, flags.envs_per_actor, seed=seed)
     parts = flags, env, seed, learner, buffers

@@ -32,7 +32,7 @@ from torchbeast.encoders import to_channels_last
 from torchbeast.environment import probe, with_arguments
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
-from torchbeast.images import has_images
+from torchbeast.images import has_images, smallest_side
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
@@ -52,7 +52,7 @@ from torchbeast.threads import Threads
 DEFAULTS = dict(
     reward_clipping="abs_one", normalize_rewards=False, separate_value=False,
     numbers_net="mlp", vtrace_lambda=1.0, num_epochs=1, learning_rate=1e-3,
-    entropy_cost=0.01,
+    entropy_cost=0.01, net="deep",
 )  # fmt: skip
 # A2C with openai/baselines' constants: where acting waits for updates, V-trace's loss
 # is A2C's. Their epsilon, 1e-5, is added to the mean of squares, ours to its root.
@@ -71,7 +71,7 @@ def parser():
     p = argparse.ArgumentParser(add_help=False)
     # fmt: off
     g = p.add_argument_group("network")
-    agents.add_network_flags(g, "deep")
+    agents.add_network_flags(g, None)
     g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=False,
                    help="a recurrent network")
     g.add_argument("--numbers_net", choices=("mlp", "tanh"),
@@ -137,7 +137,12 @@ class Agent(agents.Agent):
         """Returns {flag: default}, by the kind of environment, for flags that were not
         given."""
         flags, chosen = self.flags, dict(DEFAULTS)
-        if not has_images(observation_space):
+        side = smallest_side(observation_space)
+        # MonoBeast's actors evaluate it alone, on a CPU. It costs little of few pixels.
+        if side is not None and side >= 20 and hasattr(flags, "num_actors"):
+            chosen["net"] = "shallow"
+        if side is None:
+            del chosen["net"]  # There are no images.
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
             chosen.update(
                 vtrace_lambda=0.95, entropy_cost=1e-3,

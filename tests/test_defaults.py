@@ -50,7 +50,7 @@ def test_ataris_are_as_docs_learning_has_them():
         "normalize_observations": False, "normalize_rewards": False,
         "reward_clipping": "abs_one", "vtrace_lambda": 1.0, "entropy_cost": 0.01,
         "num_epochs": 1, "learning_rate": 1e-3,
-        "separate_value": False, "numbers_net": "mlp",
+        "separate_value": False, "numbers_net": "mlp", "net": "shallow",
     }  # fmt: skip
     assert flags.ratio_clipping == 0.2  # Without it Breakout's return falls at times.
 
@@ -141,6 +141,19 @@ def test_ppo_normalizes_rewards_but_ataris():
     assert not given.normalize_rewards
     given = ppo_flags_of(ATARI, IMAGE, "--normalize_rewards")
     assert given.reward_clipping == "none"
+
+
+def test_monobeasts_impala_sees_large_images_with_a_shallow_net():
+    """Its actors evaluate it alone. Of few pixels the deep one costs little, and learns
+    MinAtar's games in a fraction of the steps."""
+    for side, programs_net in (84, "shallow"), (19, "deep"):
+        space = spaces.Box(0, 255, (side, side, 4), np.uint8)
+        for program, net in (monobeast, programs_net), (polybeast, "deep"):
+            flags = program.program_parser().parse_args(["--env", OTHER])
+            program.set_defaults(flags)
+            polybeast.Agent(flags, space, CHOICES)
+            assert flags.net == net
+    assert "net" not in flags_of(OTHER, NUMBERS, CHOICES).chosen
 
 
 def test_ppo_sees_small_images_with_a_small_net():

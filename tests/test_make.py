@@ -1,6 +1,8 @@
 """Which environments are made by their ids, and which are refused."""
 
 import functools
+import sys
+import types
 
 import gymnasium
 import numpy as np
@@ -62,6 +64,7 @@ def test_object_that_is_no_environment_is_refused(missing):
         ("tests.envs:Catch-v0", " tests.envs:torchbeast/Catch-v0,"),
         ("tests.envs:Mack-v0", " tests.envs:torchbeast/Mock-v0"),
         ("json:CartPol-v1", " json:CartPole-v1"),
+        ("tests.faulty_envs", " tests.faulty_envs:"),
     ],
 )
 def test_unknown_id_comes_with_close_ones(env_id, close):
@@ -71,6 +74,21 @@ def test_unknown_id_comes_with_close_ones(env_id, close):
     assert repr(env_id) in message
     assert close in message.split("did you mean")[1]
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["my_zoo", "my_zoo:Field", "my_zoo:FeildEnv"])
+def test_names_in_a_module_that_end_as_environments_are_close_ones(name, monkeypatch):
+    field = type("FieldEnv", (), dict(__module__="my_zoo"))
+    module = types.ModuleType("my_zoo")
+    module.FieldEnv = field
+    monkeypatch.setitem(sys.modules, "my_zoo", module)
+    with pytest.raises(ValueError, match=r"did you mean my_zoo:FieldEnv\?$"):
+        environment.make(name)
+
+
+def test_a_module_that_registers_no_environment_says_so():
+    with pytest.raises(ValueError, match="'json': json registers none like it"):
+        environment.make("json")
 
 
 def test_unknown_id_that_is_close_to_none_comes_without():

@@ -108,26 +108,38 @@ def test_a_server_tells_of_its_first_stream_alone(slow, lines):
 
 def test_first_rollouts_of_one_episode_are_expected_after_any_step(slow, lines):
     flags = flags_of(slow)
-    assert calls.first_rollouts(flags, 4) == 80
+    assert calls.first_rollouts(flags, 4)[0] == 80
     flags.one_episode_rollouts = True
 
     def waiting(*args):
         lines.wait_for("z: waits for create_env()")
         return create_env(*args)
 
-    told = calls.tell_slow(calls.first_rollouts(flags, 4), "z: ")
+    told = calls.tell_slow(*calls.first_rollouts(flags, 4), "z: ")
     probe(waiting, flags, 1)
     told.set()
     assert not any("rollouts" in line for line in lines.lines)
 
 
+def test_where_acting_waits_a_batch_is_needed():
+    flags = types.SimpleNamespace(unroll_length=20, envs_per_actor=4, num_actors=2)
+    need = "; the first rollouts need 80 steps: with a smaller --envs_per_actor fewer"
+    assert calls.first_rollouts(flags, 4) == (80, need)
+    vars(flags).update({"batch_size": 32, "async": False})
+    num_steps, need = calls.first_rollouts(flags, 4)
+    assert num_steps == 20 * 32 / 2
+    assert need.endswith("with a smaller --batch_size or --unroll_length fewer")
+    flags.num_actors = 0
+    assert calls.first_rollouts(flags, 4)[0] == 20 * 32
+
+
 def test_it_ends_with_the_number_of_steps(lines):
     before = set(threading.enumerate())
-    calls.tell_slow(3, "a: ")
+    calls.tell_slow(3, "; 3 are needed", "a: ")
     [telling] = set(threading.enumerate()) - before
     calls.count_steps(1)
     lines.wait_for("a: 1 steps in the first")
-    lines.wait_for("; the first rollouts need 3 steps: with a smaller --envs_per_actor")
+    lines.wait_for(" s; 3 are needed")
     calls.count_steps(2)
     telling.join(TIMEOUT_S)
     assert not telling.is_alive()

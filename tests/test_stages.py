@@ -2,18 +2,21 @@
 
 import argparse
 import itertools
+import re
+import time
 import types
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tests.programs import args, read_logs, succeeds
+from tests.programs import Program, args, mono_first, read_logs, succeeds
 from torchbeast import stages
 from torchbeast.encoders import make_encoder
 
 SMALL = make_encoder(spaces.Box(-1, 1, (4,), np.float32))
 ATARI = make_encoder(spaces.Box(0, 255, (84, 84, 4), np.uint8))
+LATE = "tests.faulty_envs:Late-v0"
 LARGE = make_encoder(spaces.Dict(eye=spaces.Box(0, 255, (120, 160, 3), np.uint8)))
 
 
@@ -136,3 +139,15 @@ def test_monobeast_says_where_its_time_went(flags, savedir):
         assert not row["inference_queue"]
     assert "where the time of actors went: environment_wait " in result.stderr
     assert "cores were busy; bottleneck: " in result.stderr
+
+
+@mono_first
+def test_a_wait_that_a_signal_ends_counts(savedir, module):
+    words = args(module, savedir, "--log_interval_steps", 40, env=LATE)
+    with Program(*words, module=module) as program:
+        program.wait_for("step 40 of")
+        time.sleep(4)  # The next batch would come after 8 s.
+        program.stop()
+    assert "bottleneck: environments: " in program.output, program.output
+    share = re.search(r"went: learner_wait (\d+) %, update", program.output)
+    assert int(share[1]) > 10, program.output

@@ -168,7 +168,8 @@ def _actor_process(index, act, flags, seed, buffers, weights, connection):
     orders.send(READY)
     calls.watch(flags.env, flags.env_timeout_seconds, orders.send)
     if index == 0:  # One tells for all.
-        calls.tell_slow(calls.first_rollouts(flags, flags.envs_per_actor), "actor 0: ")
+        rollouts = calls.first_rollouts(flags, flags.envs_per_actor)
+        calls.tell_slow(*rollouts, "actor 0: ")
     try:
         act(flags, seed, buffers, weights, orders)
     except BadInput as e:

@@ -4,13 +4,13 @@ No torch in here: environment servers import this file.
 """
 
 import contextlib
-import math
 import signal
 import sys
 import threading
 import time
 from collections import Counter
 
+from torchbeast.flags import synchronous
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.process import (
     Terminated,
@@ -125,20 +125,17 @@ def count_steps(n):
     _steps[threading.get_ident()] += n
 
 
-def tell_slow(num_steps, who="") -> threading.Event:
+def tell_slow(num_steps, need="", who="") -> threading.Event:
     """Logs, after SLOW_S and then ever more rarely, which call of an environment this
-    thread waits for, or how many steps there are: until there are num_steps, or until
-    the event that it returns is set."""
+    thread waits for, or how many steps there are, and what they are needed for: until
+    there are num_steps, or until the event that it returns is set."""
     own, began_at, ended = threading.get_ident(), time.monotonic(), threading.Event()
     before, wait_s = _steps[own], SLOW_S
 
     def tell():
         nonlocal wait_s
         while not ended.wait(wait_s) and (n := _steps[own] - before) < num_steps:
-            seconds, need = round(time.monotonic() - began_at), ""
-            if 1 < num_steps < math.inf:
-                need = f"; the first rollouts need {num_steps} steps: with a smaller "
-                need += "--envs_per_actor or --envs_per_server fewer"
+            seconds = round(time.monotonic() - began_at)
             if n > 0:
                 log.info("%s%d steps in the first %d s%s", who, n, seconds, need)
             elif calls := list(_calls.get(own, ())):
@@ -152,10 +149,19 @@ def tell_slow(num_steps, who="") -> threading.Event:
 
 def first_rollouts(flags, num_envs):
     """Returns the number of steps of environments that step together until the first
-    rollouts are there. Those of one episode may be there after the first."""
+    rollouts are there, or their part of a batch where acting waits for updates, and a
+    text that says so. Rollouts of one episode may be there after the first step."""
     if getattr(flags, "one_episode_rollouts", False):
-        return 1
-    return getattr(flags, "unroll_length", 20) * num_envs
+        return 1, ""
+    what, names = "rollouts need", ["envs_per_actor", "envs_per_server"]
+    names = [f"--{name}" for name in names if hasattr(flags, name)]
+    if synchronous(flags):
+        what, names = "batch needs", ["--batch_size", "--unroll_length"]
+        num = getattr(flags, "num_actors", None) or getattr(flags, "num_servers", None)
+        num_envs = flags.batch_size // (num or 1)
+    num_steps = getattr(flags, "unroll_length", 20) * num_envs
+    need = f"{num_steps} steps: with a smaller {' or '.join(names)} fewer"
+    return num_steps, f"; the first {what} {need}"
 
 
 def _innermost():

@@ -7,6 +7,7 @@ No torch in here: environment servers import this file.
 import difflib
 import inspect
 import re
+import sys
 import traceback
 
 import gymnasium
@@ -57,18 +58,30 @@ def not_made(error, env_id, render_mode, caller):
 
 def close(env_id):
     """Returns a question with the IDs that are close to one that there is not, or says
-    that none is, if a module was named: then these are its own, if it has any. Else it
-    tells how to name one."""
-    module, colon, name = env_id.rpartition(":")
+    that none is, if a module was named: then these are its own, if it has any, and
+    names in it as of PettingZoo's environments. Else it tells how to name one."""
+    module, _, name = env_id.rpartition(":")
+    if not module and name in sys.modules:
+        module, name = name, ""
     package, ids = module.partition(".")[0], gymnasium.registry
     own = [i for i, x in ids.items() if _package(x) == package] if package else []
+    own += [
+        key
+        for key, x in vars(sys.modules.get(module, object)).items()
+        if key.lower().endswith("env") and callable(x)
+        if (getattr(x, "__module__", None) or "").partition(".")[0] == package
+        if not (isinstance(x, type) and issubclass(x, gymnasium.Env))
+    ]
+    known = own if own or not name else ids
     # With a namespace, and without one.
-    by_lower = {i.lower().rpartition("/")[2]: i for i in own or ids}
-    by_lower |= {i.lower(): i for i in own or ids}
+    by_lower = {i.lower().rpartition("/")[2]: i for i in known}
+    by_lower |= {i.lower(): i for i in known}
     # A module may have registered what another package makes.
     cutoff = 0.8 if package and not own else 0.5
-    found = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)
-    found = dict.fromkeys(f"{module}{colon}{by_lower[x]}" for x in found)
+    found = [*by_lower][:3]
+    if name:
+        found = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)
+    found = dict.fromkeys(f"{module}:{by_lower[x]}".strip(":") for x in found)
     if package and not found:
         return f": {module} registers none like it"
     text = f": did you mean {', '.join(found)}?" if found else ""

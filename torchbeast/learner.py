@@ -193,11 +193,14 @@ class Learner:
                 "where the environment is, and a run several times as fast"
             )
         self.run.take_metrics = take_metrics
-        self.run.stage_seconds = lambda: {
-            **stage_seconds(),
-            **self.stage_seconds,
-            **ranks.current.seconds,
-        }
+
+        def seconds():
+            own = dict(self.stage_seconds)
+            if (since := self._idle_since) is not None:  # It waits now.
+                own["learner_wait"] += time.monotonic() - since
+            return {**stage_seconds(), **own, **ranks.current.seconds}
+
+        self.run.stage_seconds = seconds
         self.run.start()
         if self.flags.eval_interval_steps is not None and group.rank == 0:
             self._evaluator = Evaluator(self._create_env, self.flags, self.run.step)
@@ -237,6 +240,7 @@ class Learner:
             self._publish()
             self._evaluate()
         if self.finished:
+            self._idle_since = None
             ranks.current.finish()
 
     @contextlib.contextmanager
@@ -244,8 +248,9 @@ class Learner:
         """A context for an update: waits until all ranks have a batch, then adds the
         update's time to that of its stage."""
         start = time.monotonic()
-        if self._idle_since is not None:
-            self.stage_seconds["learner_wait"] += start - self._idle_since
+        if (since := self._idle_since) is not None:
+            self._idle_since = None
+            self.stage_seconds["learner_wait"] += start - since
         ranks.current.wait(self.run.save_is_due, self.save)
         start, summing = time.monotonic(), ranks.current.seconds.get("reduction", 0)
         yield

@@ -377,8 +377,7 @@ def _with_choices(space):
         return spaces.Dict(parts) if of_dict else spaces.Tuple(parts.values())
     if not _is_of_integers(space):
         return space
-    numbers = _num_choices(space).astype(np.int64)
-    start = space.low.astype(np.int64)
+    numbers, start = (x.astype(np.int64) for x in (_num_choices(space), space.low))
     if space.shape == ():
         return spaces.Discrete(int(numbers), start=int(start))
     return spaces.MultiDiscrete(numbers, start=start)
@@ -387,7 +386,8 @@ def _with_choices(space):
 def _check_keys(space):
     for key in space.spaces if isinstance(space, spaces.Dict) else ():
         if not isinstance(key, str):
-            raise BadInput(f"space {space} has the key {key!r}, expected strings")
+            text = f"space {str(space)[:80]} has the key {key!r}, expected strings"
+            raise BadInput(f"{text} (several agents: PettingZoo's Parallel API)")
 
 
 def unsupported_actions(space):

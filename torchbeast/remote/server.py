@@ -187,8 +187,8 @@ def converse(create_env, flags, requests, peer, tell=tell):
         tell(peer, "connected")
         stats = Statistics(peer)
         if hello.stream == 0:  # One tells for all.
-            num_steps = calls.first_rollouts(flags, flags.envs_per_server)
-            told = calls.tell_slow(num_steps, f"{peer}: ")
+            rollouts = calls.first_rollouts(flags, flags.envs_per_server)
+            told = calls.tell_slow(*rollouts, f"{peer}: ")
         seeds = [hello.seed, hello.stream, hello.connection, flags.seed or 0]
         seed = derive_seed(*map(abs, seeds))
         env = calls.create(create_env, flags, flags.envs_per_server, seed=seed)
