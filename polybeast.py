@@ -32,7 +32,7 @@ from torchbeast.encoders import to_channels_last
 from torchbeast.environment import probe, with_arguments
 from torchbeast.flags import agent_parser, by_environment, number, run_parser
 from torchbeast.gradients import means, set_gradients
-from torchbeast.images import has_images, smallest_side
+from torchbeast.images import has_images, smaller_sides
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.messages import Stop
 from torchbeast.nests import map_structure
@@ -137,11 +137,11 @@ class Agent(agents.Agent):
         """Returns {flag: default}, by the kind of environment, for flags that were not
         given."""
         flags, chosen = self.flags, dict(DEFAULTS)
-        side = smallest_side(observation_space)
-        # MonoBeast's actors evaluate it alone, on a CPU. It costs little of few pixels.
-        if side is not None and side >= 20 and hasattr(flags, "num_actors"):
+        sides = smaller_sides(observation_space)
+        # MonoBeast's actors evaluate it alone, on a CPU: only small images are cheap.
+        if max(sides, default=0) >= 20 and hasattr(flags, "num_actors"):
             chosen["net"] = "shallow"
-        if side is None:
+        if not sides:
             del chosen["net"]  # There are no images.
             size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
             chosen.update(

@@ -185,7 +185,8 @@ class Agent(QAgent):
         ...], and its statistics, means over real transitions. With the weight w of
         --churn_reduction and the values Q' at the start of the update the loss is
 
-            mean_t (Q(s_t, a_t) - G_t)^2 + w sum_{b != a_t} (Q(s_t, b) - Q'(s_t, b))^2
+            mean_t [(Q(s_t, a_t) - G_t)^2
+                    + w sum_{b != a_t} (Q(s_t, b) - Q'(s_t, b))^2]
         """
         mean = minibatches.mean_over(part["real"])
         action = part["action"].unsqueeze(-1)

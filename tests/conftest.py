@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 if 2 * num_workers <= num_cores():
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    use_only(core_shares(num_workers)[int(worker)])
+    use_only(core_shares(num_workers, 0)[int(worker)])
 # Programs have it as by default, if whoever started the tests used nohup,
 signal.signal(signal.SIGHUP, lambda *_: None)
 # and Ctrl-C, if the tests were started in the background.

@@ -154,6 +154,9 @@ def test_monobeasts_impala_sees_large_images_with_a_shallow_net():
             polybeast.Agent(flags, space, CHOICES)
             assert flags.net == net
     assert "net" not in flags_of(OTHER, NUMBERS, CHOICES).chosen
+    small = spaces.Box(0, 255, (10, 10, 4), np.uint8)
+    both = spaces.Dict(board=small, eye=IMAGE)
+    assert flags_of(OTHER, both, CHOICES).net == "shallow"
 
 
 def test_ppo_sees_small_images_with_a_small_net():

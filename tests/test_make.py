@@ -64,7 +64,6 @@ def test_object_that_is_no_environment_is_refused(missing):
         ("tests.envs:Catch-v0", " tests.envs:torchbeast/Catch-v0,"),
         ("tests.envs:Mack-v0", " tests.envs:torchbeast/Mock-v0"),
         ("json:CartPol-v1", " json:CartPole-v1"),
-        ("tests.faulty_envs", " tests.faulty_envs:"),
     ],
 )
 def test_unknown_id_comes_with_close_ones(env_id, close):
@@ -82,8 +81,18 @@ def test_names_in_a_module_that_end_as_environments_are_close_ones(name, monkeyp
     module = types.ModuleType("my_zoo")
     module.FieldEnv = field
     monkeypatch.setitem(sys.modules, "my_zoo", module)
-    with pytest.raises(ValueError, match=r"did you mean my_zoo:FieldEnv\?$"):
+    text = "did you mean my_zoo:FieldEnv?"
+    if ":" not in name:
+        text = "my_zoo has my_zoo:FieldEnv"
+    with pytest.raises(ValueError) as error:
         environment.make(name)
+    assert str(error.value).endswith(f": {text}")
+
+
+def test_a_module_named_alone_says_what_it_has():
+    with pytest.raises(ValueError, match="faulty_envs has tests.faulty_envs:") as error:
+        environment.make("tests.faulty_envs")
+    assert str(error.value).endswith(", ...")
 
 
 def test_a_module_that_registers_no_environment_says_so():

@@ -121,16 +121,19 @@ def test_first_rollouts_of_one_episode_are_expected_after_any_step(slow, lines):
     assert not any("rollouts" in line for line in lines.lines)
 
 
-def test_where_acting_waits_a_batch_is_needed():
+def test_where_acting_waits_a_batch_is_needed(monkeypatch):
     flags = types.SimpleNamespace(unroll_length=20, envs_per_actor=4, num_actors=2)
     need = "; the first rollouts need 80 steps: with a smaller --envs_per_actor fewer"
     assert calls.first_rollouts(flags, 4) == (80, need)
     vars(flags).update({"batch_size": 32, "async": False})
     num_steps, need = calls.first_rollouts(flags, 4)
     assert num_steps == 20 * 32 / 2
+    assert need.startswith("; its part of the first batch needs 320 steps")
     assert need.endswith("with a smaller --batch_size or --unroll_length fewer")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert calls.first_rollouts(flags, 4)[0] == 20 * 32 / 4
     flags.num_actors = 0
-    assert calls.first_rollouts(flags, 4)[0] == 20 * 32
+    assert calls.first_rollouts(flags, 4)[0] == 20 * 32 / 2
 
 
 def test_it_ends_with_the_number_of_steps(lines):

@@ -4,6 +4,7 @@ No torch in here: environment servers import this file.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -153,15 +154,17 @@ def first_rollouts(flags, num_envs):
     text that says so. Rollouts of one episode may be there after the first step."""
     if getattr(flags, "one_episode_rollouts", False):
         return 1, ""
-    what, names = "rollouts need", ["envs_per_actor", "envs_per_server"]
+    what, names = "the first rollouts need", ["envs_per_actor", "envs_per_server"]
     names = [f"--{name}" for name in names if hasattr(flags, name)]
     if synchronous(flags):
-        what, names = "batch needs", ["--batch_size", "--unroll_length"]
+        what = "its part of the first batch needs"
+        names = ["--batch_size", "--unroll_length"]
         num = getattr(flags, "num_actors", None) or getattr(flags, "num_servers", None)
-        num_envs = flags.batch_size // (num or 1)
+        num_learners = int(os.environ.get("WORLD_SIZE", 1))
+        num_envs = max(1, flags.batch_size // num_learners // (num or 1))
     num_steps = getattr(flags, "unroll_length", 20) * num_envs
     need = f"{num_steps} steps: with a smaller {' or '.join(names)} fewer"
-    return num_steps, f"; the first {what} {need}"
+    return num_steps, f"; {what} {need}"
 
 
 def _innermost():

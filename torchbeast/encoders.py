@@ -272,6 +272,8 @@ class ImageEncoder(nn.Module):
 
     def __init__(self, space, net, bfloat16):
         super().__init__()
+        if net not in NETS:
+            raise ValueError(f"net is {net!r}, expected one of {', '.join(NETS)}")
         layers, self.out_features = NETS[net]
         self.bfloat16 = bfloat16
         self.order, (height, width, channels) = image_shape(space)

@@ -71,6 +71,7 @@ def close(env_id):
         if key.lower().endswith("env") and callable(x)
         if (getattr(x, "__module__", None) or "").partition(".")[0] == package
         if not (isinstance(x, type) and issubclass(x, gymnasium.Env))
+        if key not in ("AECEnv", "ParallelEnv")  # Without which there is none.
     ]
     known = own if own or not name else ids
     # With a namespace, and without one.
@@ -84,6 +85,8 @@ def close(env_id):
     found = dict.fromkeys(f"{module}:{by_lower[x]}".strip(":") for x in found)
     if package and not found:
         return f": {module} registers none like it"
+    if not name:
+        return f": {module} has {', '.join(found)}{', ...' if len(known) > 3 else ''}"
     text = f": did you mean {', '.join(found)}?" if found else ""
     return text if package else f"{text} (if another package has it: MODULE:{env_id})"
 

@@ -91,12 +91,16 @@ def has_images(space):
 def smallest_side(space):
     """Returns the smallest side of all images of an observation of the space; None if
     it holds none."""
+    return min(smaller_sides(space), default=None)
+
+
+def smaller_sides(space):
+    """Returns the smaller side of each image of an observation of the space."""
     entries = children(space)
     if entries is None:
         shape = image_shape(space)
-        return None if shape is None else min(shape[1][:2])
-    sides = [smallest_side(part) for _, part in entries]
-    return min((side for side in sides if side is not None), default=None)
+        return [] if shape is None else [min(shape[1][:2])]
+    return [side for _, part in entries for side in smaller_sides(part)]
 
 
 def num_ids(space):

@@ -134,8 +134,11 @@ class Learner:
         with Signals() as signals, processes or contextlib.nullcontext():
             try:
                 try:
-                    with ranks.current.voting(signals), signals.blamed():
-                        body(signals)
+                    try:
+                        with ranks.current.voting(signals), signals.blamed():
+                            body(signals)
+                    finally:
+                        self._end_wait()
                 except Exception as e:
                     if not ranks.current.stuck:
                         # A loss that is not finite came before what it led to.
@@ -193,14 +196,11 @@ class Learner:
                 "where the environment is, and a run several times as fast"
             )
         self.run.take_metrics = take_metrics
-
-        def seconds():
-            own = dict(self.stage_seconds)
-            if (since := self._idle_since) is not None:  # It waits now.
-                own["learner_wait"] += time.monotonic() - since
-            return {**stage_seconds(), **own, **ranks.current.seconds}
-
-        self.run.stage_seconds = seconds
+        self.run.stage_seconds = lambda: {
+            **stage_seconds(),
+            **self.stage_seconds,
+            **ranks.current.seconds,
+        }
         self.run.start()
         if self.flags.eval_interval_steps is not None and group.rank == 0:
             self._evaluator = Evaluator(self._create_env, self.flags, self.run.step)
@@ -247,16 +247,19 @@ class Learner:
     def _timed(self):
         """A context for an update: waits until all ranks have a batch, then adds the
         update's time to that of its stage."""
-        start = time.monotonic()
-        if (since := self._idle_since) is not None:
-            self._idle_since = None
-            self.stage_seconds["learner_wait"] += start - since
+        self._end_wait()
         ranks.current.wait(self.run.save_is_due, self.save)
         start, summing = time.monotonic(), ranks.current.seconds.get("reduction", 0)
         yield
         summing = ranks.current.seconds.get("reduction", 0) - summing
         self.stage_seconds["update"] += time.monotonic() - start - summing
         self._idle_since = time.monotonic()
+
+    def _end_wait(self):
+        """Counts the time since the last update, if a batch is waited for."""
+        since, self._idle_since = self._idle_since, None
+        if since is not None:
+            self.stage_seconds["learner_wait"] += time.monotonic() - since
 
     def _count(self, statistics, episodes, rewards, policy_lag):
         """Sends an update's numbers to the CPU, to be counted when they have arrived:

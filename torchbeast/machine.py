@@ -105,9 +105,10 @@ def use_cores(n):
     _num_cores = n
 
 
-def core_shares(n) -> list[set[int]]:
+def core_shares(n, first=None) -> list[set[int]]:
     """Returns n equal shares of num_cores() cores that this process may use, each of
-    neighbours: threads of one core, cores of one socket."""
+    neighbours: threads of one core, cores of one socket. first: the number of shares to
+    leave free before them, drawn by default, because others use the rest."""
 
     def place(core):
         topology = pathlib.Path(f"/sys/devices/system/cpu/cpu{core}/topology")
@@ -119,8 +120,9 @@ def core_shares(n) -> list[set[int]]:
 
     cores = sorted(own_cores(), key=place)
     size = num_cores() // n  # Equal, because a run's defaults depend on its cores.
-    first = random.randrange(len(cores) - n * size + 1)  # Others use the rest.
-    return [set(cores[first + i * size :][:size]) for i in range(n)]
+    if first is None:  # Whole shares, so that neighbours stay together.
+        first = random.randrange(len(cores) // size - n + 1)
+    return [set(cores[i * size :][:size]) for i in range(first, first + n)]
 
 
 def memory_bytes() -> int:

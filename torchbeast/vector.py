@@ -349,6 +349,6 @@ def number(x, name):
     except (TypeError, ValueError, OverflowError) as e:
         text = f"{name} is {str(x)[:50]!r}, expected one number"
         if name == "reward" and isinstance(x, (list, tuple, np.ndarray)):
-            text += " (of several objectives a wrapper has to make one; several agents "
-            text += "have one each in PettingZoo's Parallel API)"
+            text += " (a wrapper has to make one number of several objectives; several "
+            text += "agents have one each in PettingZoo's Parallel API)"
         raise BadStep(text) from e
