@@ -224,7 +224,7 @@ def test_the_default_is_bfloat16_where_it_was_compared(space, precision, monkeyp
     shallow, on_gpu = ["--net", "shallow"], ["--actor_device", "cuda"]
     for script, args, expected in (
         (polybeast, shallow, precision),
-        (monobeast, [], precision),
+        (monobeast, shallow, precision),
         (monobeast, ["--net", "nature"], precision),
         (polybeast, [], "float32"),
         (monobeast, ["--net", "deep"], "float32"),
@@ -240,7 +240,7 @@ def test_the_default_is_bfloat16_where_it_was_compared(space, precision, monkeyp
         assert flags.precision == expected
 
 
-@pytest.mark.parametrize("agent", ["ppo", "pqn", "r2d2"])
+@pytest.mark.parametrize("agent", ["polybeast", "ppo", "pqn", "r2d2"])
 def test_an_agent_that_chooses_its_network_chooses_the_precision_then(
     agent, monkeypatch
 ):
