@@ -26,6 +26,7 @@ from torchbeast import agents, normalization, q_learning, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp, to_channels_last
 from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, set_gradients
+from torchbeast.images import smallest_side
 from torchbeast.nests import map_structure
 from torchbeast.q_learning import QAgent, QNetwork
 
@@ -95,7 +96,7 @@ def parser():
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
                    metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
-    by_environment(p, "reward_clipping")
+    by_environment(p, "reward_clipping", "net")
     return p
 
 
@@ -148,12 +149,14 @@ class Agent(QAgent):
         )  # fmt: skip
         if self.flags.use_lstm:
             chosen.update(exploration=(0.01, 0.1), n_step=5, replay_batch_size=16)
+        if (side := smallest_side(observation_space)) is not None:
+            chosen["net"] = "deep" if side < 20 else "shallow"
         return chosen
 
     def make_net(self, observation_space, action_space):
-        flags, encoder = self.flags, self.make_encoder(observation_space)
-        sizes = flags.quantiles, flags.value_rescaling
-        return Net(encoder, action_space, flags.use_lstm, *sizes)
+        encoder, flags = self.make_encoder(observation_space), self.flags
+        sizes = flags.use_lstm, flags.quantiles, flags.value_rescaling
+        return Net(encoder, action_space, *sizes)
 
     def start_learning(self, device):
         super().start_learning(device)
@@ -163,11 +166,10 @@ class Agent(QAgent):
         self.target_net.requires_grad_(False)
         to_channels_last(self.target_net, device)
         self.target_net.load_state_dict(self.net.state_dict())
-        T = flags.unroll_length
+        T, K = flags.unroll_length, self.burn_in
         self.num_learned = flags.replay_batch_size * (T if flags.use_lstm else 1)
         self.copy_interval = targets.copy_interval(flags, self.num_learned)
-        window = min(flags.n_step, T) + 1
-        size = (1, self.burn_in + T + 1) if flags.use_lstm else (T, window)
+        size = (1, K + T + 1) if flags.use_lstm else (T, min(flags.n_step, T) + 1)
         self.replay, self.credit = replay.make(flags, *size, device)
 
     def make_optimizer(self):
@@ -213,7 +215,7 @@ class Agent(QAgent):
         return {**statistics, "replay_age": age}
 
     def learn_from(self, batch):
-        """Makes a gradient step. Returns (statistics, the samples' priorities)."""
+        """Makes a gradient step. Returns (what is logged, the samples' priorities)."""
         flags, num, parts = self.flags, batch["done"].shape[1], []
 
         def loss(batch):  # set_gradients() may pass a few samples at a time.
@@ -227,12 +229,11 @@ class Agent(QAgent):
             mean_q = scale * torch.where(real, q, 0).sum()
             return total, dict(total_loss=total, td_error=mean_error, q=mean_q)
 
-        statistics = set_gradients(self.net.parameters(), loss, batch)
-        statistics = self.clip_and_step(statistics)
+        logged = self.clip_and_step(set_gradients(self.net.parameters(), loss, batch))
         # Where memory ran out, set_gradients() began again: the last num are of the
         # complete pass.
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
-        return statistics, self.priorities(errors, real)
+        return logged, self.priorities(errors, real)
 
     @torch.no_grad()
     def first_priorities(self, batch):
@@ -288,8 +289,7 @@ class Agent(QAgent):
             with torch.no_grad():
                 before = map_structure(lambda x: x[:K], steps)
                 _, core_state = net(before, core_state)
-        outputs, _ = net(map_structure(lambda x: x[K:], steps), core_state)
-        return outputs["quantiles"]
+        return net(map_structure(lambda x: x[K:], steps), core_state)[0]["quantiles"]
 
     def priorities(self, errors, real):
         exponent, of_rollouts = self.flags.priority_exponent, self.flags.use_lstm

@@ -20,6 +20,7 @@ from torchbeast.flags import load_agent, parse_args
 from torchbeast.nests import map_structure
 
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+SMALL_IMAGE = spaces.Box(0, 255, (10, 10, 4), np.uint8)
 NUMBERS = spaces.Box(-np.inf, np.inf, (3,))
 CHOICES, BOX = spaces.Discrete(2), spaces.Box(-1, 1, (2,))
 ATARI, OTHER = "PongNoFrameskip-v4", "CartPole-v1"
@@ -154,15 +155,23 @@ def test_monobeasts_impala_sees_large_images_with_a_shallow_net():
             polybeast.Agent(flags, space, CHOICES)
             assert flags.net == net
     assert "net" not in flags_of(OTHER, NUMBERS, CHOICES).chosen
-    small = spaces.Box(0, 255, (10, 10, 4), np.uint8)
-    both = spaces.Dict(board=small, eye=IMAGE)
+    both = spaces.Dict(board=SMALL_IMAGE, eye=IMAGE)
     assert flags_of(OTHER, both, CHOICES).net == "shallow"
 
 
 def test_ppo_sees_small_images_with_a_small_net():
-    small = spaces.Box(0, 255, (10, 10, 4), np.uint8)
-    assert ppo_flags_of(OTHER, small).net == "small"
+    assert ppo_flags_of(OTHER, SMALL_IMAGE).net == "small"
     assert ppo_flags_of(OTHER, IMAGE).net == "nature"
+
+
+@pytest.mark.parametrize("args", [[], ["--no-use_lstm"], ["--preset", "dqn"]])
+def test_r2d2_sees_small_images_with_a_deep_net(args):
+    for space, net in (IMAGE, "shallow"), (SMALL_IMAGE, "deep"), (NUMBERS, None):
+        parser = monobeast.program_parser("r2d2")
+        flags = parse_args(parser, ["--env", OTHER, *args])
+        monobeast.set_defaults(flags)
+        load_agent("r2d2").Agent(flags, space, CHOICES)
+        assert flags.net == net
 
 
 def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
