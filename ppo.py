@@ -23,7 +23,6 @@ T is the unroll length, B the batch size, P the number of parameters of a distri
 import argparse
 import math
 
-import gymnasium
 import torch
 
 import vtrace
@@ -37,7 +36,7 @@ from torchbeast.normalization import RunningStatistics
 # Flags whose defaults depend on the environment: those for Atari.
 DEFAULTS = dict(
     reward_clipping="abs_one", normalize_rewards=False,
-    discounting=0.99, entropy_cost=0.01, learning_rate=2.5e-4, net="nature",
+    gae_lambda=0.95, entropy_cost=0.01, learning_rate=2.5e-4, net="nature",
 )  # fmt: skip
 # CleanRL's constants (docs.cleanrl.dev/rl-algorithms/ppo).
 PRESETS = {
@@ -72,8 +71,8 @@ def parser():
     g.add_argument("--value_clipping", action="store_true",
                    help="clip the change of the value as well")
     agents.add_actor_critic_flags(g)
-    g.add_argument("--gae_lambda", type=number(float, 0, 1), default=0.95,
-                   metavar="LAMBDA", help="lambda of GAE (default: %(default)s)")
+    g.add_argument("--gae_lambda", type=number(float, 0, 1), metavar="LAMBDA",
+                   help="lambda of GAE")
     agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (Adam)")
@@ -87,16 +86,6 @@ def parser():
     p.set_defaults(unroll_length=32, batch_size=32)
     by_environment(p, *DEFAULTS)
     return p
-
-
-def discount_of_limit(flags):
-    """Returns a discount, 0.99 to 0.999, that sees as far as an episode's time limit,
-    if --env_args or Gymnasium knows one."""
-    spec = gymnasium.registry.get(flags.env.rpartition(":")[2])
-    limit = getattr(spec, "max_episode_steps", None)
-    limit = dict(flags.env_args).get("max_episode_steps", limit)
-    limit = max(1, limit) if isinstance(limit, int) else 1
-    return min(max(0.99, 1 - 1 / limit), 0.999)
 
 
 class Agent(agents.Agent):
@@ -114,7 +103,7 @@ class Agent(agents.Agent):
         side = smallest_side(observation_space)
         if side is None:
             del chosen["net"]  # There are no images.
-            chosen["discounting"] = discount_of_limit(flags)
+            chosen["gae_lambda"] = 0.98
             if not flags.use_lstm:
                 chosen["learning_rate"] = 1e-3
         elif side < 20:

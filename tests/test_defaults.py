@@ -34,7 +34,7 @@ def flags_of(env, observation_space, action_space, *args):
 
 def ppo_flags_of(env, observation_space, *args, action_space=CHOICES):
     args = ["--env", env, "--num_actors", "0", *args]
-    flags = monobeast.program_parser("ppo").parse_args(args)
+    flags = parse_args(monobeast.program_parser("ppo"), args)
     monobeast.set_defaults(flags)
     ppo.Agent(flags, observation_space, action_space)
     return flags
@@ -223,21 +223,10 @@ def test_a_flag_that_is_given_wins():
     }  # fmt: skip
 
 
-def test_ppo_sees_as_far_as_episodes_of_numbers_may_last():
-    cases = {  # CartPole's have 500 steps.
-        0.998: (OTHER, NUMBERS),
-        0.999: ("HalfCheetah-v5", NUMBERS),
-        0.995: ("gymnasium.envs:Pendulum-v1", NUMBERS),
-        0.99: ("Reacher-v5", NUMBERS),
-        0.996: (OTHER, NUMBERS, "--env_args", "max_episode_steps=250"),
-        0.9: (OTHER, NUMBERS, "--discounting", "0.9"),
-    }
-    found = {ppo_flags_of(*case).discounting: case for case in cases.values()}
-    assert found == cases
-    unlimited = OTHER, NUMBERS, "--env_args", "max_episode_steps=-1"
-    text = OTHER, NUMBERS, "--env_args", "max_episode_steps=null"
-    for case in (OTHER, IMAGE), ("mpe2.simple_spread_v3", NUMBERS), unlimited, text:
-        assert ppo_flags_of(*case).discounting == 0.99
+def test_ppos_advantages_of_numbers_look_further():
+    for space, gae_lambda in (NUMBERS, 0.98), (IMAGE, 0.95), (SMALL_IMAGE, 0.95):
+        assert ppo_flags_of(OTHER, space).gae_lambda == gae_lambda
+    assert ppo_flags_of(OTHER, NUMBERS, "--preset", "mujoco").gae_lambda == 0.95
 
 
 def test_what_was_chosen_is_printed_in_one_line_and_in_meta_json(tmp_path):
