@@ -51,7 +51,7 @@ class Agent(ppo.Agent):
         # With less exploration it lost more games (docs/multi-agent.md).
         return super().defaults(observation_space, action_space) | dict(
             normalize_observations=False, normalize_rewards=False,
-            learning_rate=1e-3, entropy_cost=0.06,
+            learning_rate=1e-3, entropy_cost=0.06, gae_lambda=0.95,
         )  # fmt: skip
 
     def make_net(self, observation_space, action_space):
