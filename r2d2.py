@@ -26,7 +26,7 @@ from torchbeast import agents, normalization, q_learning, ranks, replay, targets
 from torchbeast.encoders import initialize, mlp, to_channels_last
 from torchbeast.flags import by_environment, number
 from torchbeast.gradients import means, set_gradients
-from torchbeast.images import smallest_side
+from torchbeast.images import smaller_sides
 from torchbeast.nests import map_structure
 from torchbeast.q_learning import QAgent, QNetwork
 
@@ -149,8 +149,8 @@ class Agent(QAgent):
         )  # fmt: skip
         if self.flags.use_lstm:
             chosen.update(exploration=(0.01, 0.1), n_step=5, replay_batch_size=16)
-        if (side := smallest_side(observation_space)) is not None:
-            chosen["net"] = "deep" if side < 20 else "shallow"
+        if sides := smaller_sides(observation_space):
+            chosen["net"] = "deep" if max(sides) < 20 else "shallow"
         return chosen
 
     def make_net(self, observation_space, action_space):

@@ -166,7 +166,9 @@ def test_ppo_sees_small_images_with_a_small_net():
 
 @pytest.mark.parametrize("args", [[], ["--no-use_lstm"], ["--preset", "dqn"]])
 def test_r2d2_sees_small_images_with_a_deep_net(args):
-    for space, net in (IMAGE, "shallow"), (SMALL_IMAGE, "deep"), (NUMBERS, None):
+    both = spaces.Dict(board=SMALL_IMAGE, eye=IMAGE)
+    large = (IMAGE, "shallow"), (both, "shallow")
+    for space, net in *large, (SMALL_IMAGE, "deep"), (NUMBERS, None):
         parser = monobeast.program_parser("r2d2")
         flags = parse_args(parser, ["--env", OTHER, *args])
         monobeast.set_defaults(flags)
