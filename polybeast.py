@@ -292,7 +292,7 @@ def inference(batcher, agent, weights, device):
     for batch in batcher:
         version = weights.fetch(agent.net, version)
         step, core_state = batch.get_inputs()
-        outputs, core_state = rollouts.act(act, step, core_state)
+        outputs, core_state = rollouts.act(act, step, core_state, device)
         try:
             rollouts.check_outputs(outputs)
         except ValueError as e:

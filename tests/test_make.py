@@ -1,6 +1,7 @@
 """Which environments are made by their ids, and which are refused."""
 
 import functools
+import re
 import sys
 import types
 
@@ -138,6 +139,26 @@ def test_environment_that_cannot_be_made_says_why_in_one_line(monkeypatch, error
     assert str(raised.value).startswith(message)
     assert "needs a thing" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "env_id, argument, reason",
+    [
+        ("FrozenLake-v1", "map_name=foo", "map_name='foo': KeyError: 'foo' "),
+        ("Acrobot-v1", "render_mode=7", "render_mode=7: AttributeError: 'int' "),
+    ],
+)
+def test_a_value_that_a_constructor_does_not_bear_is_named(env_id, argument, reason):
+    flags = types.SimpleNamespace(env=env_id, env_args=[environment.argument(argument)])
+
+    def create_env(flags, num_envs, *_):
+        return Environment(environment.make(env_id, num_envs, **dict(flags.env_args)))
+
+    with pytest.raises(BadInput) as raised:
+        environment.probe(create_env, flags, 1)
+    expected = f"environment {env_id!r} cannot be made with {reason}"
+    assert str(raised.value).startswith(expected)
+    assert re.search(r"\(/\S+\.py:\d+\)$", str(raised.value))  # Where.
 
 
 def test_an_argument_that_gymnasium_has_itself_is_explained(monkeypatch):

@@ -15,7 +15,7 @@ from benchmarks import warp as benchmark
 from tests import turn_envs
 from tests.pretended_gpu import PretendedGpus
 from tests.test_agent import parse
-from torchbeast import devices, environment, graphs, machine, run
+from torchbeast import devices, environment, graphs, machine, rollouts, run
 from torchbeast.flags import parse_args
 from torchbeast.learner import Learner, PublishedWeights
 from torchbeast.nests import map_structure
@@ -240,6 +240,23 @@ def test_each_of_several_policies_acts_in_graphs_of_its_own(gpus, monkeypatch):
     assert gpus.launches < 10 * len(agent.agents)  # Not each kernel by itself.
     assert held and not any(held)
     assert outputs["action"].device.type == "cpu"
+
+
+def test_rows_that_have_their_turns_are_sent_without_waits(gpus):
+    flags = parse("--envs_per_actor", 4, "--use_lstm")
+    env = environment.Environment([turn_envs.Two() for _ in range(4)])
+    agent = make_agent(flags, env)
+    agent.flags.cuda_graphs = True
+    device = torch.device("cuda:0")
+    agent.net.eval().to(device)
+    step = map_structure(lambda x: torch.as_tensor(x)[None], env.initial(0))
+    inputs = Batch((step, agent.initial_state(env.num_envs))).inputs
+    with devices.own_stream(device), torch.inference_mode():
+        act = acting(agent, device)
+        for _ in range(6):
+            gpus.waits.clear()
+            rollouts.act(act, *inputs, device)
+    assert sum(gpus.waits.values()) == 1, gpus.waits
 
 
 @pytest.mark.slow

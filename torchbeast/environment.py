@@ -388,7 +388,12 @@ def probe(create_env, flags, num_envs):
     Returns (env, its first step)."""
     told, streams = tell_slow(math.inf), (sys.stdout, sys.stderr)
     try:
-        env = create(create_env, flags, num_envs)
+        try:
+            env = create(create_env, flags, num_envs)
+        except Exception as e:
+            if isinstance(e, BadInput) or not flags.env_args:
+                raise
+            raise BadInput(hints.refused(e, flags.env, flags.env_args)) from e
         if isinstance(env.env, Vector) and env.env.same_step:
             log.warning(
                 "%s resets within the step (AutoresetMode.SAME_STEP): of an episode, "

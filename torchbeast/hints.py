@@ -56,6 +56,15 @@ def not_made(error, env_id, render_mode, caller):
     return begin + text
 
 
+def refused(error, env_id, given):
+    """Returns one line that says what a constructor raised that was given arguments
+    [(name, value)]."""
+    file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+    given = ", ".join(f"{name}={value!r}" for name, value in given)
+    begin = f"environment {env_id!r} cannot be made with {given}: "
+    return begin + f"{first_line(error)} ({file}:{line})"
+
+
 def close(env_id):
     """Returns a question with the IDs that are close to one that there is not, or says
     that none is, if a module was named: then these are its own, if it has any, and

@@ -126,11 +126,12 @@ class Several:
                 continue
             if not has_rows:  # Only to see what its outputs are like.
                 rows = rows.new_zeros(1)
-            nests = step, self.state_of(name, core_state)
+            # First what it sees, as what is indexed is not in page-locked memory.
+            nests = self._own(name, step), self.state_of(name, core_state)
             own, state = map_structure(
                 lambda x, i=rows: devices.select(x, i, device), nests
             )
-            outputs, after = act(self._own(name, own), state)
+            outputs, after = act(own, state)
             self._like[name] = map_structure(lambda x: x[:, :0], outputs)
             if has_rows:
                 all_outputs[name] = rows, outputs

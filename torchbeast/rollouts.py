@@ -26,11 +26,12 @@ import math
 import numpy as np
 import torch
 
-from torchbeast import machine, ranks
+from torchbeast import devices, machine, ranks
 from torchbeast.flags import is_given, synchronous
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 
+CPU = torch.device("cpu")
 EPISODE_FIELDS = (
     "terminated",
     "truncated",
@@ -272,9 +273,10 @@ def write_rows(nest, buffers, t, indices, rows):
     write(nest, buffers, t[rows], indices[rows])
 
 
-def act(function, step, core_state):
+def act(function, step, core_state, device=CPU):
     """Calls an agent's act(), the function, for the rows that do not wait for their
-    turns: those get outputs of zeros, and their core_state stands still."""
+    turns: those get outputs of zeros, and their core_state stands still. device: that
+    computes, for which they are in page-locked memory if it is a GPU."""
     if "waits" not in step:
         return function(step, core_state)
     rows = (~step["waits"][0]).nonzero()[:, 0]
@@ -284,7 +286,8 @@ def act(function, step, core_state):
     def put(x, nest):
         return map_structure(lambda x, y: x.index_copy(1, rows, y), x, nest)
 
-    part = map_structure(lambda x: x[:, rows], (step, core_state))
+    nests = step, core_state
+    part = map_structure(lambda x: devices.select(x, rows, device), nests)
     outputs, after = function(*part)
     E = len(step["waits"][0])
     zeros = map_structure(lambda x: x.new_zeros(1, E, *x.shape[2:]), outputs)
