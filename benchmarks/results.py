@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import tables  # noqa: E402
 from benchmarks.experiments import EXPERIMENTS  # noqa: E402
 from torchbeast import launch, logs  # noqa: E402
+from torchbeast.combinations import difference  # noqa: E402
 from torchbeast.flags import Parser, number, path, run_command  # noqa: E402
 from torchbeast.messages import BadInput, log  # noqa: E402
 
@@ -91,9 +92,8 @@ def read(directory, experiment, seed):
     for flag in IGNORED:
         ignored.add_argument(flag)
     _, command = ignored.parse_known_args(meta["flags"]["command"])
-    if sorted(command) != sorted(experiment.command(seed)):
-        ours, its = (" ".join(x) for x in (experiment.command(seed), command))
-        raise BadInput(f"{directory}: its command is {its}, expected {ours}")
+    if other := difference(["", *command], ["", *experiment.command(seed)]):
+        raise BadInput(f"{directory}: its command {other}")
     episodes = 0
     for row in log_rows:
         episodes += int(row.get("episodes", 0))
@@ -196,7 +196,7 @@ def collect(patterns, savedir):
         return finished, record["date"] if finished else "", record["steps"]
 
     records = tables.read_records()
-    for name, experiment, seed in selected(patterns):
+    for name, experiment, seed in list(selected(patterns)):  # May raise at its end.
         try:
             record, rows = read(savedir / name, experiment, seed)
         except BadInput as e:

@@ -79,6 +79,14 @@ def test_a_container_has_as_many_cores_as_it_has_time_of(
     assert len(set.union(*shares)) == expected // num * num
 
 
+def test_files_that_a_container_has_cached_are_available_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    stat = "anon 600000\nfile 300000\ninactive_anon 1\ninactive_file 200000\n"
+    for name, text in ("max", "1000000\n"), ("current", "900000\n"), ("stat", stat):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert machine.available_memory_bytes() == 300_000
+
+
 def test_a_gpu_that_pytorch_has_no_kernels_for_is_refused_in_one_line(monkeypatch):
     def ones(*args, **kwargs):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")

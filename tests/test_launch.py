@@ -71,6 +71,14 @@ def test_values_are_lists_and_ranges():
     }
 
 
+def test_commands_in_which_flags_have_each_others_values_differ():
+    before, now = (f"python -m x --a {i} --b {j}".split() for i, j in ("12", "21"))
+    found = combinations.difference(before, now)
+    assert found == "had --a 1 --b 2, has --a 2 --b 1"
+    before, now = "p -m x --b -1 --a".split(), "q -m x --a --b -1".split()
+    assert combinations.difference(before, now) == ""
+
+
 def test_list_prints_the_command_of_each_combination(capsys):
     varied = ("--do", "a b/c,d", "--fast", "on,off", "--clip", "off")
     assert launch(["--list", *varied, "--", *TINY, "--xpid", "x y"]) == 0
@@ -146,7 +154,7 @@ def test_a_run_is_resumed_until_it_is_complete_and_then_skipped(savedir):
     assert "seed=1: ended, step 400; return" in again(400)
     assert "resuming" not in output(savedir, "seed=1")
     text = again(800)
-    assert "; its command had 400, has 800" in text
+    assert "; its command had --total_steps 400, has --total_steps 800" in text
     assert "seed=1: ended, step 800; return" in text
     before = output(savedir, "seed=1")
     assert "resuming" in before

@@ -251,6 +251,7 @@ def test_a_run_without_the_column_is_left_out(tmp_path):
     [
         (["nothing"], "nothing is not the directory of a run: .*No such file"),
         (["x", "--out", "plot.jpeg"], "--out plot.jpeg: expected a name that ends in"),
+        (["x", "--out", "x/logs.png"], "--out x/logs.png: logs.csv is a run's: exp"),
         (["x", "--out", "x/logs.csv/plot.png"], "--out x/logs.csv/plot.png: "),
         (["x", "--column", "speed"], "no run has the column speed"),
         (["x", "--column", "los"], "no run has the column los; did you mean loss?"),

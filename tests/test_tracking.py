@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -121,6 +122,39 @@ def test_who_logs_never_waits_for_a_tracker(tmp_path, lines, monkeypatch):
     trackers.finish(0)
     [line] = lines()
     assert "notes_tracker is 1000 lines late, and gets no more" in line
+
+
+def test_a_tracker_that_is_late_finishes_if_it_has_the_time(
+    tmp_path, modules, lines, monkeypatch
+):
+    waits = "while not (run.path / 'go').exists(): time.sleep(0.01)"
+    text = NOTES.replace(
+        "def start(self, run):", f"def start(self, run):\n        {waits}"
+    )
+    (modules / "notes_tracker.py").write_text(text)
+    monkeypatch.setattr(tracking, "MAX_CALLS", 1000)
+    row = {"step": 1, **{f"column{i}": 0.5 for i in range(50)}}
+    trackers = tracking.Trackers(["notes_tracker"], tmp_path, 0)
+    for _ in range(3000):  # More than the queue and the pipe hold.
+        trackers.call("log", row)
+    trackers.call("finish", 0)
+    (tmp_path / "go").touch()
+    [process] = trackers._processes
+    process.join(time.monotonic() + 60)
+    assert notes(tmp_path)[-1] == "finish 0"
+    [line] = lines()
+    assert "notes_tracker is 1000 lines late, and gets no more" in line
+
+
+def test_mlflow_gets_names_that_it_takes():
+    tracker, found = tracking.Mlflow(), []
+    tracker._entities = types.SimpleNamespace(Metric=lambda name, *_: name)
+    tracker._client = types.SimpleNamespace(
+        log_batch=lambda _, names: found.extend(names)
+    )
+    tracker._id = "1"
+    tracker.log({"step": 1, "episode/hit(%)": 0.5, "a.b-c: d": 2})
+    assert found == ["step", "episode/hit---", "a.b-c: d"]
 
 
 def test_a_tracker_finishes_when_the_learner_is_killed(tmp_path, modules):

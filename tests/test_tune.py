@@ -105,7 +105,8 @@ def test_the_same_command_goes_on_and_the_best_is_found(savedir):
     assert {*map(tuple, rows(first))} < {*map(tuple, table)}
     for number, state, objective, rate, fast, _ in table:
         [command] = commands(savedir, f"tune,trial={number}")
-        assert command[-2 - (fast == "on")] == f"--rate={rate}"
+        flag, _, value = command[-2 - (fast == "on")].partition("=")
+        assert (flag, f"{float(value):.4g}") == ("--rate", rate)
         assert ("--fast" in command) == (fast == "on")
         # The last four of 20 rows: 3, 2, 1 and 0 below the end.
         assert float(objective) == pytest.approx(10 * float(rate) - 1.5, abs=0.01)
@@ -123,7 +124,10 @@ def test_trials_of_another_command_are_refused(savedir):
     args = "--trials", 1, "--rate", "0.1:1"
     tuned(*args, savedir=savedir, more=["--do", "learn"])
     result = tuned(*args, savedir=savedir, more=["--do", "lag"], code=2)
-    assert "is of another command, which had learn, has lag: give" in result.stderr
+    assert (
+        "is of another command, which had --do learn, has --do lag: give"
+        in result.stderr
+    )
     more = "--do", "lag", "--xpid", "y"
     tuned(*args, savedir=savedir, more=more)
     (savedir / "y/trials.journal").unlink()
@@ -153,6 +157,29 @@ def test_a_trial_below_the_median_of_the_others_is_pruned(savedir):
     assert {state for state, _ in states.values()} == {"complete"}
     text = (savedir / "tune,trial=6/launch.log").read_text()
     assert text.count("got SIGTERM") == 1
+
+
+@slow
+def test_a_trial_reports_each_twentieth_once_and_trains_with_the_value_of_its_study(
+    savedir, recwarn
+):
+    pytest.importorskip("optuna")
+    flags = tune.parser().parse_args(["--trials", "1"])
+    command = [*TINY, "--savedir", str(savedir)]
+    study = tune.Study(flags, {"--rate": "0.9:0.99999"}, command)
+    assert study.words({"--rate": 0.99997}, "x")[-2] == "--rate=0.99997"
+    [trial] = study.trials
+    trial.trial = study.optuna.ask(study.distributions)
+    trial.path.mkdir()
+    lines = ["step,episodes,episode_return", *(f"{50 * i},1,{i}" for i in range(21))]
+    found = []
+    for num in 10, 6, 8, 12:  # Resumed where a checkpoint was.
+        (trial.path / "logs.csv").write_text("\n".join(lines[: num + 2]) + "\n")
+        trial.look()
+        found.append(trial._report())
+    assert found == [True, False, False, True]
+    assert [*study.optuna.trials[0].intermediate_values] == [*range(1, 13)]
+    assert not [w for w in recwarn if "already reported" in str(w.message)]
 
 
 @slow

@@ -122,10 +122,21 @@ def combinations(varied, command, prefix):
 
 
 def difference(before, now):
-    """Returns a text with the words in which two commands differ, "" if in none. The
+    """Returns a text with the flags in which two commands differ, "" if in none. The
     first word does not count, because one Python has several names."""
-    words = {
-        "had": [word for word in before[1:] if word not in now],
-        "has": [word for word in now[1:] if word not in before],
+    before, now = _with_values(before[1:]), _with_values(now[1:])
+    flags = {
+        "had": [x for x in before if x not in now],
+        "has": [x for x in now if x not in before],
     }
-    return ", ".join(f"{verb} {shlex.join(x)}" for verb, x in words.items() if x)
+    return ", ".join(f"{verb} {' '.join(x)}" for verb, x in flags.items() if x)
+
+
+def _with_values(words):
+    """Returns a text for each flag with its values."""
+    parts = [[]]
+    for word in words:
+        if word.startswith("--"):
+            parts.append([])
+        parts[-1].append(word)
+    return [shlex.join(part) for part in parts]

@@ -95,6 +95,7 @@ def number(kind, low=None, high=None, above=None):
         for sign, bound in ((">=", low), (">", above), ("<=", high))
         if bound is not None
     ]
+    expected = " and ".join(bounds) or "a finite number"
 
     def parse(text):
         try:
@@ -108,7 +109,7 @@ def number(kind, low=None, high=None, above=None):
             and (high is None or x <= high)
             and (above is None or x > above)
         ):
-            raise argparse.ArgumentTypeError(f"{text}, expected {' and '.join(bounds)}")
+            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
         return x
 
     return parse

@@ -55,15 +55,13 @@ def is_of_episodes(name):
     return name.startswith(("episode_", "episode/"))
 
 
-def moving_average(rows, name, num_episodes=100):
-    """Returns [(row, mean of a column over about the last num_episodes episodes)]."""
+def moving_average(rows, name):
+    """Returns [(row, mean of a column over about the last 100 episodes)]."""
     recent, points = [], []
     for row in rows:
         if name in row:
-            recent += [row[name]] * min(
-                num_episodes, max(1, int(row.get("episodes", 1)))
-            )
-            del recent[:-num_episodes]
+            recent += [row[name]] * min(100, max(1, int(row.get("episodes", 1))))
+            del recent[:-100]
         if recent:
             points.append((row, sum(recent) / len(recent)))
     return points

@@ -146,7 +146,7 @@ def available_memory_bytes() -> int:
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
         stat = (CGROUP / "memory.stat").read_text()
-        cached = re.search(r"^inactive_file (\d+)", stat)
+        cached = re.search(r"^inactive_file (\d+)", stat, re.M)
         used -= int(cached[1]) if cached else 0
         available = min(available, limit - used)
     except (OSError, ValueError):  # None, or "max".

@@ -172,6 +172,8 @@ def tell_last(curves, column):
 def plot(flags):
     if flags.out.suffix not in (".png", ".svg"):
         raise BadInput(f"--out {flags.out}: expected a name that ends in .png or .svg")
+    if flags.out.stem == "logs":  # Of one run, a .csv comes beside it.
+        raise BadInput(f"--out {flags.out}: logs.csv is a run's: expected another name")
     paths = dict.fromkeys(map(os.path.realpath, flags.runs))  # Once with `latest`.
     runs = [RunLog(pathlib.Path(path), flags.column, flags.by) for path in paths]
     if not any(len(run.x) for run in runs):

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -112,7 +113,9 @@ class Mlflow(Tracker):
 
     def log(self, row):
         now, step = int(1000 * time.time()), int(row["step"])
-        metrics = [self._entities.Metric(k, x, now, step) for k, x in row.items()]
+        names = (re.sub(r"[^\w/. :-]", "-", name) for name in row)  # It takes these.
+        pairs = zip(names, row.values())
+        metrics = [self._entities.Metric(k, x, now, step) for k, x in pairs]
         self._client.log_batch(self._id, metrics)
 
     def video(self, path, step):
@@ -173,7 +176,7 @@ class _Process:
 
     def __init__(self, name, path):
         self.name, self.output = name, path / f"track-{name}.log"
-        self._queue = queue.Queue(MAX_CALLS)
+        self._queue = queue.SimpleQueue()
         self._told = False  # That something is wrong.
         with open(self.output, "a") as output:
             self._process, self._connection = start_python(
@@ -185,10 +188,10 @@ class _Process:
         self._thread.start()
 
     def call(self, method, *args):
-        try:
-            self._queue.put_nowait((method, *args))
-        except queue.Full:
+        if self._queue.qsize() >= MAX_CALLS and method != "finish":
             self._warn(f"is {MAX_CALLS} lines late, and gets no more")
+        else:
+            self._queue.put((method, *args))
 
     def _send(self):
         with contextlib.suppress(OSError):  # The process has ended.

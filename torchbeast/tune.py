@@ -133,7 +133,7 @@ class Study:
         words = [
             word
             for flag, x in values.items()
-            for word in flag_words(flag, as_text(x), self.choices[flag], self.known)
+            for word in flag_words(flag, str(x), self.choices[flag], self.known)
         ]
         return [*self.command, *words, f"--xpid={name}"]
 
@@ -199,9 +199,10 @@ class Trial(Job):
         """Reports the twentieths that the run has reached. Returns whether any is
         new."""
         total, before = self.flags.total_steps, self._reported
-        self._reported = min(NUM_REPORTS, NUM_REPORTS * self.step // total)
-        if self._reported <= before:
+        reached = min(NUM_REPORTS, NUM_REPORTS * self.step // total)
+        if reached <= before:  # Less, after it was resumed.
             return False
+        self._reported = reached
         rows = logs.read_if_there(self.path / "logs.csv")
         for i in range(before + 1, self._reported + 1):
             ends = [j * total / NUM_REPORTS for j in (i - WINDOW, i)]

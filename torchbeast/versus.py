@@ -41,7 +41,7 @@ class Random:
 
     def __init__(self, env, seed):
         if any(leaf.num_choices is None for leaf in env.actions.leaves):
-            raise BadInput(f"--opponents: {env.name} has actions that are no choices")
+            raise BadInput(f"random play: {env.name} has actions that are no choices")
         self._actions = Actions(env.action_space, 1)
         self._random = np.random.default_rng(seed)
 
