@@ -121,8 +121,9 @@ def parser():
     # fmt: off
     g = p.add_argument_group("servers")
     g.add_argument("--address", metavar="HOST:PORT",
-                   help="address of the first server, or unix:PATH; the others count "
-                   "up (default: 127.0.0.1:50051)")
+                   help="address of the first server; the others count up; or "
+                   "unix:PATH, of several servers PATH.0, PATH.1, ... (default: "
+                   "127.0.0.1:50051)")
     g.add_argument("--learner", metavar="HOST:PORT,...", type=text_or_path,
                    help="learners that each process dials, one after the other "
                    "(polybeast --listen); @FILE is read before each attempt")

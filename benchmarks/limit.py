@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import polybeast_env  # noqa: E402
+from atari_wrappers import is_atari  # noqa: E402
 from torchbeast import flags as command_line  # noqa: E402
 from torchbeast import machine  # noqa: E402
 from torchbeast.nests import map_structure  # noqa: E402
@@ -31,11 +32,13 @@ from torchbeast.process import keep_freed_memory  # noqa: E402
 
 def parse(program, args):
     module = importlib.import_module(program)
-    agent = args[args.index("--agent") + 1] if "--agent" in args else "polybeast"
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    p.add_argument("--agent", default="polybeast")
+    agent = p.parse_known_args(args)[0].agent
     flags = command_line.parse_args(module.program_parser(agent), args)
     flags.command = [program, *args]
     # PolyBeast's depend on whether there are images.
-    images = [1, True] if program == "polybeast" and "NoFrameskip" in flags.env else []
+    images = [1, True] if program == "polybeast" and is_atari(flags.env) else []
     module.set_defaults(flags, *images)
     return flags
 
@@ -46,13 +49,17 @@ def envs_together(flags):
 
 
 def environment_stage(flags, num_envs):
-    """A function that makes num_envs agent steps."""
+    """(function, agent steps it makes)"""
     env = polybeast_env.create_env(flags, num_envs)
     env.initial(0)
     (action,) = env.actions.leaves
     rng = np.random.default_rng(0)
     shape = (env.num_envs, *action.shape)
-    return lambda: env.step(rng.integers(0, action.num_choices, shape))
+
+    def step():
+        return env.step(rng.integers(0, action.num_choices, shape))
+
+    return step, env.num_envs
 
 
 def make_agent(flags, env):
@@ -133,8 +140,7 @@ def update_stage(flags):
 def stage(flags, name):
     """(function, agent steps it is about)"""
     if name == "environment":
-        n = envs_together(flags)
-        return environment_stage(flags, n), n
+        return environment_stage(flags, envs_together(flags))
     if name.startswith("inference"):
         n = int(name.split()[-1])
         return inference_stage(flags, n), n

@@ -49,6 +49,7 @@ class Soak:
         self.servers = [None] * len(hosts)
         self.learner = None
         self.resumed_at = 0
+        self.log_begin = 0  # Of rank 1's log: that of the session.
         self.sessions = []
         self.lost_steps = []  # By each learner that was killed.
         self.samples = []
@@ -85,7 +86,13 @@ class Soak:
         path.write_text("".join(lines))
         path.rename(self.addresses)
 
+    @property
+    def rank_log(self):
+        return self.directory / "x" / "out.rank1.log"
+
     def start_learner(self):
+        if self.rank_log.exists():
+            self.log_begin = self.rank_log.stat().st_size
         self.learner = Program(
             "--env", ENV, "--server_addresses", f"@{self.addresses}", "--insecure",
             "--savedir", self.directory, "--xpid", "x", "--unroll_length", T,
@@ -107,7 +114,7 @@ class Soak:
         self.learner.end()  # Asserts that it leaves nothing behind.
         counts = collections.Counter()
         if accounts:
-            log = (self.directory / "x" / "out.rank1.log").read_text()
+            log = self.rank_log.read_bytes()[self.log_begin :].decode()
             if why not in self.learner.output + log:
                 raise AssertionError(f"not {why}:\n{self.learner.output[-3000:]}")
             for text in (self.learner.output, log):

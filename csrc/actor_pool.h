@@ -183,12 +183,16 @@ class ActorPool {
   }
 
   void run(Blocking* blocking = nullptr) {
+    std::unique_lock<std::mutex> held(mu_);
+    // Not in the block below, which would end what the first call does.
+    if (running_) throw std::runtime_error("run() was called twice");
     try {
-      std::unique_lock<std::mutex> lock(mu_);
-      if (running_) throw std::runtime_error("run() was called twice");
+      std::unique_lock<std::mutex> lock(std::move(held));
       running_ = true;
       for (Actor& actor : actors_) start(&actor);
-      const auto timeout = std::chrono::duration<double>(options_.connect_timeout_s);
+      // Thirty years: Clock cannot count ten times as many.
+      const auto timeout =
+          std::chrono::duration<double>(std::min(options_.connect_timeout_s, 1e9));
       const auto until =
           Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
       const auto reached = [&] { return stopping_ || reached_; };

@@ -322,6 +322,22 @@ def test_one_bad_server_does_not_disturb_the_others():
         assert learner.status()[address]["reconnects"] == 0
 
 
+def test_a_second_run_is_refused_and_the_first_goes_on():
+    with server(2) as (address, _), Learner([address]) as learner:
+        learner.rollouts(2)
+        with pytest.raises(RuntimeError, match="twice"):
+            learner.pool.run()
+        learner.rollouts(10)
+    assert learner.error is None
+
+
+def test_a_first_server_may_be_waited_for_without_end():
+    with server() as (address, _):
+        with Learner([address], connect_timeout_s=1e10) as learner:
+            learner.rollouts(1)
+    assert learner.error is None
+
+
 def test_servers_come_and_go_at_run_time():
     with server() as (one, _), server() as (two, _), Learner([one]) as learner:
         learner.drain()

@@ -436,11 +436,14 @@ def test_reasons_that_are_all_different_do_not_flood_a_hosts_log(monkeypatch):
 
 
 @contextlib.contextmanager
-def fake_learner(address, streams, says_hello=True):
-    """Says Hello, or nothing, and no more. streams: a queue of who comes."""
+def fake_learner(address, streams, says_hello=True, full=False):
+    """Says Hello, or nothing, or that it is full, and no more. streams: a queue of who
+    comes."""
 
     def stream(requests, context):
         streams.put(address)
+        if full:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this learner has some")
         if says_hello:
             hello = pb.Hello(version=PROTOCOL_VERSION, seed=1)
             yield pb.Request(hello=hello).SerializeToString()
@@ -474,6 +477,27 @@ def test_a_dialer_returns_to_its_own_learner_when_that_is_back(monkeypatch):
                 assert came.get(timeout=30) == own
                 time.sleep(2)
                 assert came.empty()  # It stays there.
+        finally:
+            d.close()
+            thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_dialer_stays_with_another_learner_while_its_own_is_full(monkeypatch):
+    monkeypatch.setattr(dialer, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.5)
+    own, other = here(), here()
+    came = queue.Queue()
+    d = dialer_of(f"{own},{other}", own)
+    thread = threading.Thread(target=d.run)
+    with fake_learner(other, came), fake_learner(own, came, full=True):
+        thread.start()
+        try:
+            assert came.get(timeout=30) == own
+            while came.get(timeout=30) != other:
+                pass
+            time.sleep(2)
+            assert came.empty()  # It stays there.
         finally:
             d.close()
             thread.join(30)

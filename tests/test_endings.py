@@ -237,6 +237,22 @@ def test_a_fork_ignores_what_nohup_does_and_has_none_of_our_files():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("change", ["", "sys.stdout.close()", "sys.stdout = None"])
+def test_a_program_does_not_wait_for_a_thread_that_was_left_behind(change):
+    code = f"""
+import sys, threading
+from torchbeast import process
+process.LEAVE_S = 0.1
+threading.Thread(target=threading.Event().wait, name="forever").start()
+{change}
+process.leave(3)
+"""
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 3
+    assert "ends without thread forever, which an envir" in result.stderr
+
+
 def test_a_call_that_does_not_return_is_named_when_nobody_waits_any_more(
     monkeypatch, caplog
 ):

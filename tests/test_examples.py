@@ -17,6 +17,7 @@ from tests.test_agent import batches, make_actor
 from tests.test_learning import learns
 from torchbeast import environment
 from torchbeast.flags import parse_args
+from torchbeast.messages import BadInput
 from torchbeast.policies import make_agent
 
 EXAMPLES = ["minatar", "nethack", "rnd"]
@@ -270,3 +271,12 @@ def test_attention_gives_what_it_gave_step_by_step(context, num_actions):
             outputs["policy_logits"][:-1][acted], batch["policy_logits"][acted]
         )
     assert padded > 0
+
+
+def test_attention_is_refused_rollouts_of_several_episodes():
+    name = "examples.attention.agent"
+    argv = ["--agent", name, "--num_actors", "0", "--no-one_episode_rollouts"]
+    flags = parse_args(monobeast.program_parser(name), argv)
+    monobeast.set_defaults(flags)
+    with pytest.raises(BadInput, match="attend to other episodes"):
+        make_agent(flags, environment.Environment(environment.make("CartPole-v1", 1)))

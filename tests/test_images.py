@@ -94,6 +94,16 @@ def test_only_the_entries_that_are_larger_images_become_smaller():
     assert env.texts == ["observation/mission"]
 
 
+def test_entries_beside_text_become_smaller_in_any_order():
+    entries = [("map", box(30, 40, 3)), ("camera", box(3, 48, 64)), ("pose", box(3))]
+    space = spaces.Dict([*entries, ("mission", spaces.Text(9))])
+    env = Environment([Sampler(space, spaces.Discrete(2), 0)], resize=12)
+    observation = env.initial(0)["observation"]
+    assert list(observation) == list(env.observation_space) == [k for k, _ in entries]
+    for name, part in env.observation_space.items():
+        assert observation[name].shape == (1, *part.shape)
+
+
 def test_a_vector_environments_images_become_the_same():
     actions = np.zeros((6, 2), int)
     single = Environment([make(0), make(1)], resize=12)

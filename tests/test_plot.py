@@ -229,6 +229,12 @@ def test_metrics_that_came_before_their_episodes_were_counted_have_a_mean():
     assert line == rows[1]
 
 
+def test_small_numbers_keep_their_digits_in_a_thin_copy():
+    rows = [{"step": i, "learning_rate": 2.5e-4, "loss": 3e-5} for i in (1, 2)]
+    (line,) = logs.thin(rows, ["step", "learning_rate", "loss"], 1)
+    assert line == {"step": 2, "learning_rate": 2.5e-4, "loss": 3e-5}
+
+
 def test_the_link_to_the_newest_run_does_not_count_twice(tmp_path, monkeypatch):
     for seed in (1, 2):
         make_run(tmp_path / f"x{seed}", seed=seed)

@@ -72,6 +72,21 @@ def saved(tmp_path, num_rollouts=4 * B):
     return whole(num_rollouts), last
 
 
+@pytest.mark.parametrize("name", ["whole", "whole_map"])
+def test_an_entry_of_an_observation_may_have_any_name(name, tmp_path):
+    first, last = rollouts_of(envs.Catch, 2)
+    ring, again = whole(4 * B), whole(4 * B)
+    for batch in (first, last):
+        batch["observation"] = {name: batch["observation"]}
+    ring.set_priorities(ring.add(first), np.ones((1, B)))
+    write(ring, tmp_path)
+    go_on(replay.Credit(again, 8.0, 100), tmp_path)
+    for x in (ring, again):
+        x.add(last)
+    everything = np.arange(ring.size)
+    assert_same(again.read(everything), ring.read(everything))
+
+
 def test_a_ring_of_another_size_is_refused(tmp_path):
     again, _ = saved(tmp_path, 2 * B)
     with pytest.raises(BadInput, match=r"--replay_size \d+, .* is \d+: give \d+"):

@@ -11,7 +11,8 @@ from tests import envs, parallel_envs, turn_envs
 from tests.programs import args, load, poly_first, read_logs, refusal, succeeds
 from tests.test_agent import T, make_actor, parse
 from torchbeast import environment, export, policies, seats
-from torchbeast.messages import BadInput
+from torchbeast.checkpoint import check_agent_state
+from torchbeast.messages import BadInput, log
 from torchbeast.nests import leaves, map_structure
 
 CPU = torch.device("cpu")
@@ -148,6 +149,22 @@ def test_past_policies_change_at_snapshots_alone(flags):
     assert len(replaced) >= 4
     following = [(i + 1) % 3 for i in replaced[:-1]]
     assert replaced[1:] == following  # The oldest, each time.
+
+
+def test_past_policies_have_nothing_to_learn_with(monkeypatch):
+    lines = []
+    monkeypatch.setattr(log, "warning", lines.append)
+    flags = parse("--opponents", 2, "--total_steps", 2000, agent="r2d2")
+    made = [policies.make_agent(flags, make_env(opponents=2)) for _ in range(2)]
+    for agent in made:
+        agent.start_learning(CPU)
+    assert len([x for x in lines if "copies of the target" in x]) == 2
+    agent, other = made
+    state = agent.state_dict()
+    assert state["past1"].keys() == {"model"} and "target" in state["learner"]
+    check_agent_state(agent)
+    other.load_state_dict(state)
+    assert same(copy(other.net), copy(agent.net))
 
 
 def test_what_the_past_does_is_not_learned_from(monkeypatch):

@@ -322,6 +322,10 @@ def test_observations_become_arrays_as_the_space_declares_them(observation, vect
             "observation has numbers that are no uint8: 300",
         ),
         (
+            Returns(np.array([-200, 3]), space=spaces.Box(-100, 100, (2,), np.int8)),
+            "observation has numbers that are no int8: -200",
+        ),
+        (
             Returns(3, space=spaces.Discrete(3)),
             r"observation is \[3\], expected 0 to 2",
         ),

@@ -484,3 +484,9 @@ def test_a_step_that_no_host_could_send_is_refused_at_the_start(monkeypatch):
     with pytest.raises(BadInput, match="3,000,000 bytes.* use a smaller --max_streams"):
         sizes(monkeypatch, row_bytes=3_000_000)
     sizes(monkeypatch, row_bytes=3_000_000, max_streams=64)
+    one = {"row_bytes": 3_000_000, "num_streams": 1024}
+    with pytest.raises(BadInput, match="streams: use fewer --server_addresses$"):
+        sizes(monkeypatch, **one, listen=None, server_addresses="a:1")
+    both = "streams: use a smaller --max_streams, or fewer --server_addresses$"
+    with pytest.raises(BadInput, match=both):
+        sizes(monkeypatch, **one, server_addresses="a:1")

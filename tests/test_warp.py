@@ -285,7 +285,7 @@ def test_the_other_programs_see_a_row_for_each_agent():
     steps = [host.step(np.ones(6, np.int64)) for _ in range(3)]
     assert steps[0]["terminated"].tolist() == [True, False, False] * 2
     assert steps[2]["truncated"].tolist() == [False, False, True] * 2
-    assert host.take_metrics() == [{"length": 3.0}]
+    assert host.take_metrics() == 2 * [{"length": 3.0}]  # Of each episode.
     again = HostEnvironment(make_leaving(), 2).initial(7)
     other = HostEnvironment(make_leaving(), 2).initial(8)
     assert (again["observation"] == first["observation"]).all()
@@ -308,6 +308,17 @@ def test_numbers_are_clipped_to_the_bounds_of_actions():
     one, _, _ = envs.step(carry, torch.full((3, 1, 1), 9.0), u)
     other, _, _ = envs.step(carry, torch.full((3, 1, 1), 2.0), u)
     assert torch.equal(one["state"]["speed"], other["state"]["speed"])
+
+
+def test_random_actions_lie_within_bounds_of_one_side():
+    low, high = np.float32([5, -np.inf, -3]), np.float32([np.inf, -5, np.inf])
+    env = argparse.Namespace(action_space=spaces.Box(low, high))
+    envs = argparse.Namespace(
+        env=env, num_envs=50, num_agents=1, dtype=torch.float64, device=CPU
+    )
+    random = torch.Generator().manual_seed(0)
+    x = consistency.random_actions(envs, random).numpy()
+    assert ((low <= x) & (x <= high)).all() and (np.ptp(x, axis=0) > 1).all()
 
 
 @pytest.mark.long

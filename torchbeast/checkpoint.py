@@ -96,6 +96,8 @@ def check_agent_state(agent):
     """Raises BadInput if the agent's state_dict(), or that of one of several policies,
     lacks what resuming needs, or holds what read() would refuse."""
     for one in getattr(agent, "agents", {"": agent}).values():
+        if one.optimizer is None:  # A past policy, which does not learn.
+            continue
         state = one.state_dict()
         for name in ("model", "optimizer", "step", "updates"):
             if name not in state:

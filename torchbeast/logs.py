@@ -96,7 +96,7 @@ def thin(rows, columns, num_lines=500):
                     max(1, r.get("episodes", 1)) if by_episode else 1 for _, r in values
                 ]
                 total = sum(x * w for (x, _), w in zip(values, weights))
-                line[name] = round(total / sum(weights), 4)
+                line[name] = float(f"{total / sum(weights):.6g}")
         yield line
 
 

@@ -304,6 +304,12 @@ class SelfPlay(Several):
     def state_of(self, name, core_state):
         return core_state  # A row has that of the policy that acts.
 
+    def start_learning(self, device):
+        """Past policies only act: they need no optimizer and no target networks."""
+        if self.flags.compile:
+            self.learner.net.compile()
+        self.learner.start_learning(device)
+
     def learn(self, batch):
         """Learns from the learner's steps. Each --opponent_interval steps it takes the
         place of its oldest past policy."""
@@ -313,6 +319,12 @@ class SelfPlay(Several):
             oldest = self._past[num % len(self._past)]
             oldest.net.load_state_dict(self.learner.net.state_dict())
         return {name.partition("/")[2]: x for name, x in statistics.items()}
+
+    def state_dict(self):
+        past = {
+            name: {"model": self.agents[name].net.state_dict()} for name in self.frozen
+        }
+        return {LEARNER: self.learner.state_dict(), **past}
 
     def _num_snapshots(self):
         return self.learner.step // self.flags.opponent_interval

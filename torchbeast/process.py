@@ -373,7 +373,8 @@ def leave(code):
         names = [thread.name for thread in threads if not thread.daemon]
         what = f"thread {', '.join(names)}" if names else "an exit handler"
         log.warning("ends without %s, which an environment left behind", what)
-        sys.stdout.flush()
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stdout.flush()  # An environment may have closed it.
         os._exit(code)
 
     threading.Thread(target=insist, name="insist", daemon=True).start()

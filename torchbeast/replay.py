@@ -200,7 +200,8 @@ class Replay:
         if path is not None:
             vars(self).update({k: header["counters"][k] for k in self.counters()})
             arrays = self.arrays()
-            arrays.update({name: None for name in arrays if "/whole" in name})
+            beside = "/whole", "/whole_at"  # Of _Frames: their sizes are the file's.
+            arrays.update({name: None for name in arrays if name.endswith(beside)})
             arrays = replay_files.read(path, header, arrays)
             self._store.take_beside(arrays)
             self._tree[np.arange(len(arrays["priorities"]))] = arrays["priorities"]

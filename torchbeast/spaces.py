@@ -42,9 +42,7 @@ def without_text(space, path="observation"):
     if not isinstance(space, spaces.Space):
         raise BadInput(f"observation_space is {space!r}, expected a space of Gymnasium")
     if path.count("/") > MAX_DEPTH:
-        raise BadInput(
-            f"the observation space is nested deeper than {MAX_DEPTH} levels"
-        )
+        raise BadInput(f"observations are nested deeper than {MAX_DEPTH} levels")
     entries = children(space)
     _check_keys(space)
     if entries is None:
@@ -60,7 +58,7 @@ def without_text(space, path="observation"):
     if not kept:
         raise BadInput(f"{path} space {space} has no entry that a network can read")
     if isinstance(space, spaces.Dict):
-        return (spaces.Dict(kept) if texts else space), texts
+        return (spaces.Dict([*kept.items()]) if texts else space), texts  # In order.
     return (spaces.Tuple(list(kept.values())) if texts else space), texts
 
 
@@ -100,8 +98,9 @@ def as_declared(x, dtype, shape, name):
             f"{list(shape)}"
         )
     if array.dtype.kind in "iu" and dtype.kind in "iu":
-        if not np.can_cast(array.dtype, dtype) and (array.astype(dtype) != array).any():
-            raise BadStep(f"{name} has numbers that are no {dtype}: {array.max()}")
+        if not np.can_cast(array.dtype, dtype):
+            if (others := array[array.astype(dtype) != array]).size > 0:
+                raise BadStep(f"{name} has numbers that are no {dtype}: {others[0]}")
     return array
 
 

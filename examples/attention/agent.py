@@ -88,5 +88,9 @@ class Agent(polybeast.Agent):
     def make_net(self, observation_space, action_space):
         if self.flags.use_lstm:
             raise BadInput("--use_lstm: this agent has attention in place of an LSTM")
+        if not self.flags.one_episode_rollouts:
+            raise BadInput(
+                "--no-one_episode_rollouts: this agent would attend to other episodes"
+            )
         encoder = self.make_encoder(observation_space)
         return Net(encoder, action_space, self.flags.context)

@@ -29,7 +29,8 @@ PATIENCE_S = 60  # After which other learners of the list are dialed, too.
 
 class Dialer:
     """Opens one stream after the other, to a learner of the list, its own. While that
-    is away for longer, others are dialed as well, until it is back."""
+    is away for longer, or full, others are dialed as well, until it is back. One that
+    is full takes no stream from another."""
 
     def __init__(self, create_env, flags, address):
         self.create_env = create_env
@@ -39,6 +40,7 @@ class Dialer:
             self.own = read(flags.learner).index(address)
         self.wrong_end = None  # What the other end said it is.
         self.num_streams = 0  # 1 while there may be environments.
+        self._full = False  # Its own learner has refused it.
         self._call = None
         self._closed = threading.Event()
         self._tracebacks = Repeated()
@@ -113,7 +115,7 @@ class Dialer:
                 stream = channel.stream_stream(f"/{LEARNER_SERVICE}/Stream")
                 self._call = stream(messages())
                 call.put(self._call)
-                if address != own:
+                if address != own and not self._full:
                     args = own, self._call, ended
                     thread = threading.Thread(target=self._go_home, args=args)
                     thread.daemon = True
@@ -121,6 +123,9 @@ class Dialer:
                 if self._closed.is_set():
                     self._call.cancel()
                 why = self._call.details()  # Waits for the end.
+                if address == own:
+                    code = self._call.code()
+                    self._full = code is grpc.StatusCode.RESOURCE_EXHAUSTED
                 if silent.is_set():
                     why = f"the learner said no Hello within {HELLO_TIMEOUT_S} s"
                 elif self._call.code() is grpc.StatusCode.CANCELLED:

@@ -132,10 +132,14 @@ def check_sizes(flags, step, specs, num_agents, num_streams):
     share = max(MIN_SHARE_BYTES, quarter // max(1, num_streams + guests))
     room = min(share, MAX_MESSAGE_BYTES) - MAX_BESIDE_STEP_BYTES
     if row_bytes * num_agents > room:
+        own = flags.server_addresses is None
+        dialed = "a smaller --num_servers" if own else "fewer --server_addresses"
+        remedies = ["a smaller --max_streams"] * (guests > 0)
+        remedies += [dialed] * (num_streams > 0)
         raise BadInput(
             f"a step of one environment has {row_bytes * num_agents:,} bytes, this "
             f"machine's memory is for {room:,} of each of {num_streams + guests:,} "
-            "streams: use a smaller --max_streams, or fewer --server_addresses"
+            f"streams: use {', or '.join(remedies)}"
         )
     step_bytes = max(own_bytes, min(room, row_bytes * MAX_ENVS))
     rollout_bytes = sum(x.nbytes for _, x in leaves(specs))

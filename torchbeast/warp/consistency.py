@@ -135,7 +135,8 @@ def _uniforms(envs, random):
 
 
 def random_actions(envs, random):
-    """Draws actions: choices, and numbers within their bounds or from -1 to 1."""
+    """Draws actions: choices, and numbers within their bounds, of which those that are
+    missing are -1 and 1, or 2 from the other one."""
     shape = envs.num_envs, envs.num_agents
     arrays = []
     for leaf in Actions(envs.env.action_space, 1).leaves:
@@ -144,7 +145,8 @@ def random_actions(envs, random):
             x = (x * torch.as_tensor(leaf.num_choices)).long()
         else:
             low, high = (leaf.clip(np.full(leaf.shape, y)) for y in (-1e9, 1e9))
-            low, high = np.where(low < -1e8, -1, low), np.where(high > 1e8, 1, high)
+            low = np.where(low < -1e8, np.minimum(-1, high - 2), low)
+            high = np.where(high > 1e8, np.maximum(1, low + 2), high)
             x = torch.as_tensor(low) + torch.as_tensor(high - low) * x
             x = x.to(envs.dtype)
         arrays.append(x.to(envs.device))

@@ -60,8 +60,9 @@ class HostEnvironment(environment.Environment):
             self._carry, step, metrics = self._envs.step(self._carry, action, u)
         count_steps(self.num_envs)
         totals = {name: x.tolist() for name, x in metrics.items()}
-        if means := {name: x / n for name, (x, n) in totals.items() if n}:
-            self.add_metrics(means)
+        num = max((int(n) for _, n in totals.values()), default=0)
+        for _ in range(num):  # A mean for each episode that ended: all count as much.
+            self.add_metrics({name: x / num for name, (x, _) in totals.items()})
         return self._rows(step)
 
     def _rows(self, step):
