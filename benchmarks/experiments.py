@@ -296,13 +296,15 @@ ZOO_A2C = "RL Zoo's A2C, 10,000,000 steps", dict(
 ZOO_PPO = "RL Zoo, 10,000,000 steps", dict(
     Pong=21, Breakout=398, Qbert=15627, SpaceInvaders=960, BeamRider=3397,
     Seaquest=1784)  # fmt: skip
+DOPAMINE_DQN = "Dopamine's DQN, sticky actions, 2,000,000 steps", dict(
+    Phoenix=4347, NameThisGame=5388, BattleZone=17732, DoubleDunk=-19)  # fmt: skip
 CLEANRL_PQN = "CleanRL, 10,000,000 steps", dict(
     Pong=20.5, Breakout=385, SpaceInvaders=1325, BeamRider=5753)  # fmt: skip
 SAC_V4 = "CrossQ's authors, v4, 300,000 steps", {
     "HalfCheetah-v5": 8593, "Hopper-v5": 2160}  # fmt: skip
 TD3_V1 = "its authors, v1, 300,000 steps", {"HalfCheetah-v5": 7697, "Hopper-v5": 2410}
 PUBLISHED = {
-    "IMPALA": [RLLIB, ZOO_A2C],
+    "IMPALA": [RLLIB, ZOO_A2C, DOPAMINE_DQN],
     "A2C": [ZOO_A2C],
     "PPO": [ZOO_PPO],
     "PPO, Atari's preset": [ZOO_PPO],
