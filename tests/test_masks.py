@@ -1,5 +1,6 @@
 """Masks of actions: from environments to both policies, and no illegal action back."""
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -48,6 +49,30 @@ def test_a_mask_is_nested_like_the_action_or_has_all_choices(mask):
 def test_what_is_no_mask_is_named(mask, message):
     with pytest.raises(BadStep, match=message):
         taken(mask)
+
+
+class Nested(gymnasium.Env):
+    """An environment with a mask of its own, of four numbers of two choices each."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Dict(
+        {"x": spaces.Tuple([spaces.Discrete(2)] * 2), "y": spaces.MultiDiscrete([2, 2])}
+    )
+
+    def __init__(self, mask):
+        self.mask = np.reshape(mask, (2, 2, 2))
+
+    def reset(self, *, seed=None, options=None):
+        x, y = map(tuple, self.mask)
+        return np.zeros(1, np.float32), {"action_mask": {"x": x, "y": y}}
+
+
+def test_masks_that_a_vector_environment_has_nested_are_each_environments_own():
+    given = [[1, 0, 1, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 0, 1, 1]]
+    fns = [lambda m=mask: Nested(m) for mask in given]
+    for env in (SyncVectorEnv(fns), [make() for make in fns]):
+        step = environment.Environment(env).initial(0)
+        assert step["action_mask"].astype(int).tolist() == given
 
 
 def make(where, vector):

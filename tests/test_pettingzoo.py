@@ -7,6 +7,7 @@ import types
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from tests import envs, parallel_envs, turn_envs
 from tests.programs import args, both, main, poly_first, refusal, succeeds
@@ -184,6 +185,43 @@ def test_the_steps_that_faults_change_are_good():
     steps_of(parallel_envs.Steady)
 
 
+class Told(parallel_envs.Crowd):
+    """Agents that observe a text before what they see."""
+
+    def observation_space(self, agent):
+        return spaces.Tuple([spaces.Text(9), super().observation_space(agent)])
+
+    def observe(self, *args):
+        observations, *others = super().observe(*args)
+        return {a: ("a text", x) for a, x in observations.items()}, *others
+
+
+class SeesTooMuch(Told):
+    def observe(self, *args):
+        observations, *others = super().observe(*args)
+        last = max(observations)
+        observations[last] = ("a text", np.zeros(9, np.float32))
+        return observations, *others
+
+
+def test_agents_that_are_out_have_no_text_either():
+    env, plain = (
+        environment.Environment([cls()]) for cls in (Told, parallel_envs.Crowd)
+    )
+    assert env.texts == ["observation/0"]
+    step, expected = env.initial(1), plain.initial(1)
+    for _ in range(50):
+        np.testing.assert_array_equal(step["observation"][0], expected["observation"])
+        step, expected = env.step(env.some_action()), plain.step(plain.some_action())
+
+
+def test_whose_observation_is_wrong_is_named_where_others_have_texts():
+    env = environment.Environment([SeesTooMuch()])
+    message = r"agent 'dan' .*: observation/1 is float32 \[9\]"
+    with pytest.raises(BadStep, match=message):
+        env.initial(1)
+
+
 def test_copies_with_other_agents_are_refused():
     with pytest.raises(BadInput, match=r"agents \['here', 'gone'\], and had \['ann'"):
         environment.Environment([parallel_envs.Crowd(), parallel_envs.Gone()])
@@ -218,6 +256,13 @@ def test_a_module_or_a_name_in_it_is_an_environment(monkeypatch):
     monkeypatch.setitem(sys.modules, "pettingzoo", zoo)
     [made] = environment.make("pettingzoo:zoo/crowd-v0")
     assert isinstance(made, parallel_envs.Crowd)
+    with pytest.raises(BadInput, match=r"did you mean pettingzoo:zoo/crowd-v0\?$"):
+        environment.make("pettingzoo:zoo/crowd-v1")
+
+
+def test_who_gives_an_argument_that_there_is_not_is_not_told_to_give_it():
+    with pytest.raises(BadInput, match="unexpected keyword argument 'size'$"):
+        environment.make(ENVS + "Crowd", size=3)
 
 
 def test_what_is_registered_with_gymnasium_wins(monkeypatch):
@@ -290,6 +335,29 @@ def test_agents_that_come_and_go_are_learned_from_and_tested(module, savedir):
     result = succeeds(*test, "--video", video, module=module)
     assert result.stdout.count("return ") == 4 and "mean age" in result.stdout
     assert video.stat().st_size > 0
+
+
+def test_a_game_in_a_test_is_as_long_as_its_longest_agents_episode():
+    class Late(parallel_envs.Pair):
+        """Ann plays 10 steps, bob the steps 9 to 12."""
+
+        def reset(self, seed=None, options=None):
+            self.t, self.agents = 0, ["ann"]
+            return {"ann": np.zeros(4, np.float32)}, {}
+
+        def step(self, actions):
+            self.t += 1
+            ends = {a: self.t == (10 if a == "ann" else 12) for a in self.agents}
+            rewards = dict.fromkeys(self.agents, 1.0)
+            joined = ["bob"] if self.t == 8 else []
+            self.agents = [a for a in ends if not ends[a]] + joined
+            seen = dict.fromkeys([*ends, *joined], np.zeros(4, np.float32))
+            return seen, rewards, ends, dict.fromkeys(ends, False), {}
+
+    env = environment.Environment([Late()])
+    flags = types.SimpleNamespace(video=None, seed=1, num_test_episodes=2)
+    games = play.episodes(flags, env, lambda step: np.zeros(2, np.int64))
+    assert list(games) == [(7, 10), (7, 10)]
 
 
 def test_a_test_does_not_wait_for_an_agent_that_is_never_there():

@@ -198,6 +198,10 @@ def test_what_is_not_a_row_is_skipped(tmp_path):
     expected = [dict(step=10, a=1), dict(step=20, b=2), dict(step=50, a=1, b=2)]
     assert logs.read(path) == expected
     assert logs.read(path, last_bytes=12) == expected[-1:]
+    path.write_text("step,a\n1000,1\n2000,2\n3000,3\n")
+    expected = [dict(step=step, a=step / 1000) for step in (1000, 2000, 3000)]
+    for num, rows in ((6, 0), (7, 1), (13, 1), (14, 2), (20, 2), (21, 3), (99, 3)):
+        assert logs.read(path, last_bytes=num) == expected[3 - rows :]
     path.write_text("")
     assert logs.read(path) == []
 

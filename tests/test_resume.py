@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import monobeast
 import polybeast
@@ -13,7 +14,7 @@ from tests.programs import SERIAL, load, main, read_logs, refusal, succeeds
 from tests.test_program import LOG, STATISTICS, serial_run, small_run
 from torchbeast import ranks
 from torchbeast import run as run_module
-from torchbeast.log_writer import COLUMNS
+from torchbeast.log_writer import COLUMNS, LogWriter
 from torchbeast.messages import Stop
 from torchbeast.run import Run
 
@@ -239,6 +240,18 @@ def test_an_optimizer_of_several_groups_resumes(savedir, monkeypatch):
     assert [group["alpha"] for group in groups] == [0.9, 0.99]
 
 
+def test_tensorboard_shows_the_rows_of_logs_csv_after_a_resumption(tmp_path):
+    (tmp_path / "logs.csv").touch()
+    for resumed_at, steps in ((0, (10, 20, 30)), (20, (40, 50))):
+        writer = LogWriter(tmp_path, resumed_at, [])
+        for step in steps:
+            writer.write({"step": step, "loss": 1.0})
+        writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    steps = [int(row["step"]) for row in read_logs(tmp_path)]
+    assert [x.step for x in events.Scalars("loss")] == steps == [10, 20, 40, 50]
+
+
 def test_a_rank_that_is_lost_while_a_row_is_written_costs_no_row(tmp_path, monkeypatch):
     def lose(x):
         monkeypatch.undo()  # As all_gather() then gives this rank's alone.
@@ -260,3 +273,30 @@ def test_a_rank_that_is_lost_while_a_row_is_written_costs_no_row(tmp_path, monke
     run.close()
     assert [row["step"] for row in read_logs(tmp_path / "x")] == ["40", "80"]
     assert load(tmp_path)["step"] == 80
+
+
+def test_the_first_row_after_a_resumption_has_all_episodes_since_the_row_before(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torchbeast.checkpoint.load_agent_state", lambda *_: None)
+    args = ["--savedir", str(tmp_path), "--xpid", "x", "--log_interval_steps", "40"]
+    flags = monobeast.program_parser().parse_args(args)
+    flags.command = ["monobeast", *args]
+    net = torch.nn.Linear(1, 1)
+    for returns in ([1.0, 2.0, 4.0], [9.0]):  # The third one is in no row yet.
+        run = Run(flags)
+        run.open()
+        run.restore(net)
+        run.start()
+        for x in returns:
+            episodes = {"episode_return": (x, 1)}
+            run.update(20, {"loss": x}, episodes, policy_lag=0)
+            if x == 4:
+                run.add_evaluation({"eval_return": 7.0})
+        run.save(net)
+        run.close()
+    first, second = read_logs(tmp_path / "x")
+    assert (first["episodes"], first["episode_return"]) == ("2", "1.5")
+    assert (second["step"], second["episodes"]) == ("80", "2")
+    assert second["episode_return"] == second["loss"] == "6.5"
+    assert second["eval_return"] == "7.0"

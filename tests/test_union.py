@@ -38,6 +38,26 @@ def test_spaces_are_the_union_of_the_policies_spaces():
     assert agent.agents["red"].observation_space == env.observation_space["red"]
 
 
+class Told(parallel_envs.Mixed):
+    """The blue agent observes a text before what it sees."""
+
+    def observation_space(self, agent):
+        space = super().observation_space(agent)
+        return spaces.Tuple([spaces.Text(9), space]) if agent == "blue" else space
+
+    def observe(self):
+        return {**super().observe(), "blue": ("a text", self.shown["blue"])}
+
+
+def test_texts_of_one_policy_are_left_out():
+    env = environment.Environment([Told()], policies=MIXED)
+    step = env.initial(1)
+    assert env.texts == ["observation/blue/0"]
+    (seen,) = step["observation"]["blue"]
+    np.testing.assert_array_equal(seen[1], env.env.envs[0].shown["blue"])
+    assert not seen[[0, 2]].any()
+
+
 def test_each_row_has_what_its_agent_sees_and_gives_what_it_chose():
     E = 2
     _, env, agent = make("--use_lstm")

@@ -94,6 +94,24 @@ def highest(observation, legal, random):
     return legal[-1]
 
 
+@pytest.mark.parametrize(("name", "given"), [("too_high", "3"), ("between", "1.5")])
+def test_a_function_that_returns_no_legal_action_is_named(name, given):
+    env = make_env()
+    name = f"tests.test_versus:{name}"
+    player = versus.find(env, name, 0, None)
+    expected = rf"--opponent {name} returned {given}, expected one of \[0, 1, 2\]"
+    with pytest.raises(BadInput, match=expected):
+        played(env, choosing(1), player, 1)
+
+
+def too_high(observation, legal, random):
+    return 3
+
+
+def between(observation, legal, random):
+    return 1.5
+
+
 def board(*lines):
     planes = np.zeros((6, 7, 2), np.int8)
     for i, line in enumerate(lines, 6 - len(lines)):

@@ -2,7 +2,7 @@
 
 agent     what the agent's state_dict() returned
 flags     of the command that wrote it
-step, updates, episodes, seconds, returns, best, rng    the run's counters
+step, updates, episodes, seconds, returns, best, sums, rng    the run's counters
 """
 
 import io

@@ -47,7 +47,7 @@ def not_made(error, env_id, render_mode, caller):
     elif "multiple values for argument 'id'" in text:
         text = "gymnasium.make() has an argument 'id' of its own: register a function "
         text += "that takes it by another name"
-    elif "argument" in text:
+    elif "argument" in text and "unexpected keyword" not in text:
         text += ": give its arguments by --env_args NAME=VALUE"
     elif "pettingzoo" in text:
         text = PETTINGZOO
@@ -82,6 +82,8 @@ def close(env_id):
         if not (isinstance(x, type) and issubclass(x, gymnasium.Env))
         if key not in ("AECEnv", "ParallelEnv")  # Without which there is none.
     ]
+    for kind in ("parallel", "aec"):  # PettingZoo's own.
+        own += getattr(sys.modules.get(module), f"{kind}_registry", ())
     known = own if own or not name else ids
     # With a namespace, and without one.
     by_lower = {i.lower().rpartition("/")[2]: i for i in known}

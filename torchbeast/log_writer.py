@@ -62,7 +62,8 @@ class LogWriter:
         self._csv = None
         self._full = False  # There are MAX_COLUMNS.
         self._open(step)
-        self._tensorboard = SummaryWriter(path, purge_step=step)
+        # (TensorBoard hides the steps from purge_step on.)
+        self._tensorboard = SummaryWriter(path, purge_step=step + 1)
         self._trackers = Trackers(trackers, path, step)
 
     def _open(self, step=math.inf, new_columns=()):

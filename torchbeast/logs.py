@@ -21,7 +21,11 @@ def read(path, last_bytes=None):
     with open(path, "rb") as f:
         header = f.readline()
         start, end = f.tell(), f.seek(0, os.SEEK_END)
-        f.seek(start if last_bytes is None else max(start, end - last_bytes))
+        if last_bytes is None or end - last_bytes <= start:
+            f.seek(start)
+        else:
+            f.seek(end - last_bytes - 1)
+            f.readline()  # The end of a row, or of the line break before one.
         text = (header + f.read()).decode(errors="replace")
     rows = []
     for line in reader(text.splitlines()):

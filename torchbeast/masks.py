@@ -90,10 +90,19 @@ class Masks:
         parts = []
         for leaf in self._leaves:
             name = "/".join(map(str, (self._name, *leaf.keys)))
-            x = entry(mask, leaf.keys, name)
-            arrays = x if isinstance(x, tuple) else (x,)
-            parts.append(self._array(arrays, E, num_of(leaf), name))
+            parts.append(self._part(mask, leaf.keys, E, num_of(leaf), name))
         return np.concatenate(parts, 1)
+
+    def _part(self, x, keys, E, size, name):
+        """Returns the masks [E, size] at these keys of a nest of arrays. Of a tuple,
+        Gymnasium's vector environments make an array of E tuples."""
+        if getattr(x, "dtype", None) == np.dtype(object):
+            rows = [self._part(row, keys, 1, size, name) for row in x]
+            return np.concatenate(rows)
+        if keys:
+            x = entry(x, keys[:1], name)
+            return self._part(x, keys[1:], E, size, name)
+        return self._array(x if isinstance(x, tuple) else (x,), E, size, name)
 
     def _array(self, arrays, E, size, name):
         arrays = [np.asarray(x) for x in arrays]

@@ -123,7 +123,7 @@ class Rows(Separate):
         self.observations, self.masks = split(space, self.actions)
         self.masks.who = self._who
         self._zeros = self.observations.zeros()
-        self._alone = Observations(self.observations.space, 1)
+        self._alone = Observations(self.observations.declared, 1)
         self._live = [set() for _ in envs]  # Whose episode has begun.
         self._ended = [set() for _ in envs]  # And ended, since reset().
         self._reset_call = Call(f"reset() of {self.name}")

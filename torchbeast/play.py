@@ -137,7 +137,8 @@ def render_mode(flags):
 
 def episodes(flags, env, policy):
     """Plays --num_test_episodes whole games. Yields each one's return, the mean of its
-    agents' if there are several, or in self-play the first row's, and length.
+    agents' if there are several, or in self-play the first row's, and length, that of
+    the agent with most steps.
 
     policy: a function of a step that returns an action for the one environment of env.
     """
@@ -149,7 +150,7 @@ def episodes(flags, env, policy):
     except gymnasium.error.DependencyNotInstalled as e:
         raise BadInput(f"environment {flags.env!r} cannot be shown: {e}") from e
     for _ in range(flags.num_test_episodes):
-        returns = np.full(env.num_envs, np.nan)
+        returns, length = np.full(env.num_envs, np.nan), 0
         while np.isnan(returns).any():
             if (returns == returns).any() and env.all_out():
                 break  # The others were not there.
@@ -158,6 +159,7 @@ def episodes(flags, env, policy):
                 video.write(env.render())
             end = step["episode_end"]
             returns[end] = step["episode_return"][end]
+            length = max(length, *step["episode_step"][end].tolist(), 0)
         if video is not None:
             video.close()
             video = None
@@ -167,7 +169,7 @@ def episodes(flags, env, policy):
         for name, rows in env.policies.items() if len(env.policies) > 1 else ():
             if (own := returns[rows])[own == own].size:
                 env.add_metrics({f"{name}_return": np.nanmean(own)})
-        yield float(np.nanmean(returns)), int(step["episode_step"].max())
+        yield float(np.nanmean(returns)), length
 
 
 def first_frame(env, flags):

@@ -55,6 +55,7 @@ class Run:
         self.shown = "loss", math.nan  # A statistic.
         self._started = None
         self._own = {}  # {name: (sum, count)} since the learners put them together.
+        self._sums = {}  # Since the line before, of all learners.
         self._own_returns = []  # Since then: (sum, number) of each update.
         self.path = run_path(flags)
         self.checkpoint_path = self.path / "model.tar"
@@ -132,6 +133,7 @@ class Run:
         self.episodes, self.seconds = saved["episodes"], saved["seconds"]
         self.returns.extend(saved["returns"])
         self._best = saved.get("best", -math.inf)
+        self._sums = {name: tuple(x) for name, x in saved.get("sums", {}).items()}
 
     def _changed_flags(self, before):
         """Returns a text with the flags that are not those of the checkpoint. (One that
@@ -162,7 +164,6 @@ class Run:
         self._row_step = self.step
         self._row_stages = self.stage_seconds()
         self._processor_seconds = sum(os.times()[:4])
-        self._sums = {}
         if ranks.current.rank > 0:
             return
         with self.disk_errors():
@@ -369,6 +370,7 @@ class Run:
             seconds=self.elapsed,
             returns=list(self.returns),
             best=self._best,
+            sums={k: (float(x), int(num)) for k, (x, num) in self._sums.items()},
             rng=seeds.get_rng_state(),
         )
 

@@ -124,12 +124,13 @@ class Observations:
 
     space: of one environment's observations, without entries of text
     texts: the paths of these entries
+    declared: the space with them
     """
 
     def __init__(self, space, num_envs):
         self.num_envs = num_envs
         self.space, self.texts = without_text(space)
-        self._declared = space
+        self.declared = space
         self._leaves = list(space_leaves(space))  # [(keys, name, dtype, shape)]
         self._bounds = dict(_bounds(space))
         self._functions = [None] * len(self._leaves)
@@ -141,20 +142,16 @@ class Observations:
 
     def zeros(self):
         """Returns one environment's observation of zeros, or where 0 is none of the
-        choices, of the first one."""
-        arrays = []
-        for _, name, dtype, shape in self._leaves:
-            low, _ = self._bounds.get(name, (0, 0))
-            arrays.append(np.full(shape, low, dtype))
-        return _pack(self._declared, iter(arrays))
+        choices, of the first one. Texts are empty."""
+        low = {name: low for name, (low, _) in self._bounds.items()}
+        arrays = (np.full(s, low.get(name, 0), d) for _, name, d, s in self._leaves)
+        return _pack(self.declared, arrays, text="")
 
     def stack(self, observations):
         """Stacks an iterable of E observations, each of which is read before the next
         one is made."""
-        arrays = [
-            np.empty((self.num_envs, *shape), dtype)
-            for _, _, dtype, shape in self._leaves
-        ]
+        E = self.num_envs
+        arrays = [np.empty((E, *shape), dtype) for *_, dtype, shape in self._leaves]
         for i, observation in enumerate(observations):
             for array, (keys, name, dtype, shape) in zip(arrays, self._leaves):
                 x = entry(observation, keys, name) if keys else observation
@@ -191,7 +188,7 @@ class Observations:
                     )
         pairs = zip(arrays, self._functions)
         arrays = [x if function is None else function(x) for x, function in pairs]
-        return _pack(self._declared, iter(arrays))
+        return _pack(self.declared, iter(arrays))
 
 
 class Actions:
@@ -441,9 +438,13 @@ def _row(final, i, keys, name):
     return entry(final, (i, *keys), name)
 
 
-def _pack(space, arrays):
+def _pack(space, arrays, text=None):
+    """Returns the nest of arrays of a space, with `text` for its entries of text, or
+    without them."""
     entries = children(space)
     if entries is None:
-        return next(arrays)
-    packed = {k: _pack(part, arrays) for k, part in entries if not is_text(part)}
+        return text if is_text(space) else next(arrays)
+    if text is None:
+        entries = [(k, part) for k, part in entries if not is_text(part)]
+    packed = {k: _pack(part, arrays, text) for k, part in entries}
     return packed if isinstance(space, spaces.Dict) else tuple(packed.values())

@@ -29,7 +29,7 @@ class Union:
             self._parts[policy] = split(space, actions)
             self._num_choices[policy] = sum(sizes(actions))
         self._zeros = {p: x.zeros() for p, (x, _) in self._parts.items()}
-        observations = {p: x.space for p, (x, _) in self._parts.items()}
+        observations = {p: x.declared for p, (x, _) in self._parts.items()}
         actions = {p: action_space for p, (_, action_space) in of_policies.items()}
         self.spaces = spaces.Dict(observations), spaces.Dict(actions)
 

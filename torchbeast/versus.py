@@ -55,12 +55,13 @@ class Random:
 
 class Function:
     """Asks a function of (observation, legal actions, random numbers) for the number of
-    an action, where those are Discrete."""
+    an action, where those are Discrete. name: --opponent"""
 
-    def __init__(self, env, function, seed):
+    def __init__(self, env, function, seed, name):
         if not isinstance(env.action_space, spaces.Discrete):
             raise BadInput(f"--opponent: {env.name} has no Discrete actions")
         self._num, self._function = int(env.action_space.n), function
+        self._name = name
         self._random = np.random.default_rng(seed)
 
     def __call__(self, step):
@@ -68,7 +69,13 @@ class Function:
         if "action_mask" in step:
             legal = np.flatnonzero(step["action_mask"][0])
         observation = map_structure(lambda x: x[0], step["observation"])
-        return np.array([self._function(observation, legal.tolist(), self._random)])
+        action = self._function(observation, legal.tolist(), self._random)
+        if action not in legal.tolist():
+            raise BadInput(
+                f"--opponent {self._name} returned {action!r}, expected one of "
+                f"{legal.tolist()}"
+            )
+        return np.array([int(action)])
 
 
 def ask(env):
@@ -109,7 +116,7 @@ def find(env, name, seed, of_checkpoint):
     if name == "random":
         return Random(env, seed)
     if name == "human":
-        return Function(env, ask(env), seed)
+        return Function(env, ask(env), seed, name)
     module, colon, attribute = name.rpartition(":")
     if not colon or os.path.exists(name):
         return of_checkpoint(name)
@@ -117,4 +124,4 @@ def find(env, name, seed, of_checkpoint):
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         raise BadInput(f"--opponent {name}: {first_line(e, False)}") from e
-    return Function(env, function, seed)
+    return Function(env, function, seed, name)
