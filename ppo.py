@@ -29,7 +29,7 @@ import vtrace
 from atari_wrappers import is_atari
 from torchbeast import agents, minibatches
 from torchbeast.flags import by_environment, number
-from torchbeast.images import has_images, smallest_side
+from torchbeast.images import has_images, smaller_sides
 from torchbeast.networks import ActorCritic
 from torchbeast.normalization import RunningStatistics
 
@@ -100,13 +100,13 @@ class Agent(agents.Agent):
         chosen = DEFAULTS | agents.actor_critic_defaults(
             flags, action_space, cost, is_atari(flags.env)
         )
-        side = smallest_side(observation_space)
-        if side is None:
+        sides = smaller_sides(observation_space)
+        if not sides:
             del chosen["net"]  # There are no images.
             chosen["gae_lambda"] = 0.98
             if not flags.use_lstm:
                 chosen["learning_rate"] = 1e-3
-        elif side < 20:
+        elif max(sides) < 20:
             chosen.update(net="small", learning_rate=5e-4)
         return chosen
 

@@ -32,7 +32,7 @@ from atari_wrappers import is_atari
 from torchbeast import agents, minibatches, q_learning, ranks
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
-from torchbeast.images import smallest_side
+from torchbeast.images import smaller_sides
 from torchbeast.q_learning import QAgent, QNetwork
 from torchbeast.spaces import space_leaves
 
@@ -115,9 +115,9 @@ class Agent(QAgent):
     def defaults(self, observation_space, action_space):
         """Returns what is best for the kind of environment. Atari's are CleanRL's."""
         flags = self.flags
-        side = smallest_side(observation_space)
+        sides = smaller_sides(observation_space)
         *_, dtypes, shapes = zip(*space_leaves(observation_space))
-        grid = side is None and any(shapes) and all(x.kind != "f" for x in dtypes)
+        grid = not sides and any(shapes) and all(x.kind != "f" for x in dtypes)
         most = ranks.current.share(flags.batch_size)  # Of a rank: rollouts, or steps.
         most *= 1 if flags.use_lstm else flags.unroll_length
         chosen = {
@@ -128,9 +128,9 @@ class Agent(QAgent):
             "churn_reduction": 1.0 if grid else 0.0,
         }
         size = 64  # Steps of a minibatch of all ranks.
-        if side is not None and side < 20:
+        if sides and max(sides) < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
-        elif side is not None:
+        elif sides:
             chosen["net"], size = "nature", 256
         num = max(1, flags.unroll_length * flags.batch_size // size)
         chosen["num_minibatches"] = min(num, MAX_MINIBATCHES, most)

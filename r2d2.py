@@ -216,24 +216,24 @@ class Agent(QAgent):
 
     def learn_from(self, batch):
         """Makes a gradient step. Returns (what is logged, the samples' priorities)."""
-        flags, num, parts = self.flags, batch["done"].shape[1], []
+        size, num, parts = self.flags.replay_batch_size, batch["done"].shape[1], []
 
         def loss(batch):  # set_gradients() may pass a few samples at a time.
             errors, real, q = self.td_errors(batch, sampled=True)
             losses = targets.quantile_loss(errors)  # [T, B]
             errors = errors.detach().mean((2, 3))
             parts.append((errors, real))
-            scale = 1 / (len(errors) * flags.replay_batch_size)
-            total = scale * (batch["importance"] * losses).sum()
-            mean_error = scale * errors.abs().sum()
-            mean_q = scale * torch.where(real, q, 0).sum()
-            return total, dict(total_loss=total, td_error=mean_error, q=mean_q)
+            total = (batch["importance"] * losses).sum() / (len(errors) * size)
+            sums = dict(td_error=errors.abs().sum(), q=torch.where(real, q, 0).sum())
+            return total, dict(total_loss=total, **sums, real=real.sum())
 
-        logged = self.clip_and_step(set_gradients(self.net.parameters(), loss, batch))
+        logged = set_gradients(self.net.parameters(), loss, batch)
+        num_real = logged.pop("real").clamp(min=1)
+        logged |= {name: logged[name] / num_real for name in ("td_error", "q")}
         # Where memory ran out, set_gradients() began again: the last num are of the
         # complete pass.
         errors, real = (torch.cat(x, 1)[:, -num:] for x in zip(*parts))
-        return logged, self.priorities(errors, real)
+        return self.clip_and_step(logged), self.priorities(errors, real)
 
     @torch.no_grad()
     def first_priorities(self, batch):

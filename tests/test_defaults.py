@@ -161,7 +161,9 @@ def test_monobeasts_impala_sees_large_images_with_a_shallow_net():
 
 def test_ppo_sees_small_images_with_a_small_net():
     assert ppo_flags_of(OTHER, SMALL_IMAGE).net == "small"
-    assert ppo_flags_of(OTHER, IMAGE).net == "nature"
+    for space in IMAGE, spaces.Dict(board=SMALL_IMAGE, eye=IMAGE):
+        flags = ppo_flags_of(OTHER, space)
+        assert (flags.net, flags.learning_rate) == ("nature", 2.5e-4)
 
 
 @pytest.mark.parametrize("args", [[], ["--no-use_lstm"], ["--preset", "dqn"]])

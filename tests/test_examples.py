@@ -16,7 +16,7 @@ from tests.programs import ROOT, SERIAL, both, load, read_logs, succeeds
 from tests.test_agent import batches, make_actor
 from tests.test_learning import learns
 from torchbeast import environment
-from torchbeast.flags import parse_args
+from torchbeast.flags import load_agent, parse_args
 from torchbeast.messages import BadInput
 from torchbeast.policies import make_agent
 
@@ -132,6 +132,21 @@ def test_the_maps_of_episodes_are_the_same_where_the_name_says_so(name, same):
     assert (first[0] == first[1]).all() == same
     assert (first == second).all() == same
     assert (first.sum((1, 2, 3)) == 7 * 7 * 3).all()  # One of each kind a cell.
+
+
+def test_the_characters_of_nethack_are_not_normalized():
+    flags = parse_args(
+        monobeast.program_parser("examples.nethack.agent"),
+        ["--agent", "examples.nethack.agent", "--normalize_observations"],
+    )
+    monobeast.set_defaults(flags)
+    space = gymnasium.spaces.Dict(
+        glyphs=gymnasium.spaces.Box(0, 5976, (21, 79), "int16"),
+        blstats=gymnasium.spaces.Box(-(2**31), 2**31 - 1, (27,), "int64"),
+        message=gymnasium.spaces.Box(0, 255, (256,), "uint8"),
+    )
+    with pytest.raises(BadInput, match="^--normalize_observations: this agent's enc"):
+        load_agent(flags.agent).Agent(flags, space, gymnasium.spaces.Discrete(5))
 
 
 def test_the_agent_of_rnd_is_a_short_file():

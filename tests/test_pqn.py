@@ -302,6 +302,8 @@ def test_defaults_are_those_of_the_kind_of_environment():
         flags_of(*x) for x in ((ATARI, IMAGE), (OTHER, SMALL_IMAGE), (OTHER, NUMBERS))
     )
     assert (atari.net, small.net) == ("nature", "small")
+    both = flags_of(OTHER, spaces.Dict(board=SMALL_IMAGE, eye=IMAGE))
+    assert (both.net, both.num_minibatches) == ("nature", 4)
     assert atari.reward_clipping == "abs_one"
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)

@@ -298,7 +298,7 @@ def test_a_gradient_step_is_that_of_the_weighted_mean_of_squared_errors(args):
     batch["reward"] *= torch.tensor([0, 9, 0, 9, 0, 9])
     assert batch["importance"].min() < 0.95
     agent.replay.sample = lambda num, beta: (batch, items)
-    errors, real, _ = agent.td_errors(batch, sampled=True)
+    errors, real, q = agent.td_errors(batch, sampled=True)
     errors = errors.mean((2, 3))
     losses = errors.square() / 2 * batch["importance"]
     parameters = list(agent.net.parameters())
@@ -307,6 +307,8 @@ def test_a_gradient_step_is_that_of_the_weighted_mean_of_squared_errors(args):
     agent.flags.grad_norm_clipping = float(norm) / 2
     statistics = agent.gradient_step()
     assert statistics["total_loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
+    for name, x in ("td_error", errors.abs()), ("q", q):
+        assert statistics[name] == pytest.approx(x[real].mean().item(), rel=1e-4)
     assert statistics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     for parameter, gradient in zip(parameters, expected):
         torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-3, atol=1e-6)
@@ -535,6 +537,32 @@ def test_a_run_with_few_copies_says_so_in_a_line(steps, says, monkeypatch):
     what = "copies of the target network in 150,000 steps: 93, expected 100 or more"
     expected = [line for line in lines if line.startswith(what)]
     assert len(lines) == len(expected) == says
+
+
+@pytest.mark.parametrize(
+    "few, remedies",
+    [
+        (["--target_interval", 1600], ["--target_interval"]),
+        (["--replay_ratio", 0.001], ["--replay_batch_size", "--replay_ratio"]),
+    ],
+)
+def test_what_is_said_of_few_copies_makes_more_of_them(few, remedies, monkeypatch):
+    """A copy needs a gradient step, and --target_interval agent steps."""
+    lines = []
+    monkeypatch.setattr(log, "warning", lines.append)
+    args = [*DQN, "--total_steps", 150_000, "--replay_start", 1000, *few]
+
+    def num(*more):
+        make_agent(*args, *more)
+        return int(lines[-1].partition("steps: ")[2].partition(",")[0])
+
+    tried = {"--target_interval": 1550, "--replay_batch_size": 5, "--replay_ratio": 9}
+    if few[0] == "--replay_ratio":
+        tried["--replay_ratio"] = 0.002
+    before = num()
+    line = lines[-1]
+    for name, value in tried.items():
+        assert (name in line) == (name in remedies) == (num(name, value) > before)
 
 
 @pytest.mark.parametrize(

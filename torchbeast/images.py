@@ -85,13 +85,7 @@ def is_image(space):
 
 def has_images(space):
     """Tells whether an observation of the space is an image, or holds one."""
-    return smallest_side(space) is not None
-
-
-def smallest_side(space):
-    """Returns the smallest side of all images of an observation of the space; None if
-    it holds none."""
-    return min(smaller_sides(space), default=None)
+    return bool(smaller_sides(space))
 
 
 def smaller_sides(space):

@@ -7,6 +7,7 @@ from torchbeast.distributions import IMPOSSIBLE
 from torchbeast.messages import log
 
 MIN_COPIES = 100
+EPSILON = 1e-3  # Of rescaled values.
 ETA = 0.9  # A rollout's priority: its largest error, and the rest its mean error.
 
 
@@ -44,17 +45,17 @@ def n_step_returns(rewards, discounts, real, n):
     return returns, left, ends
 
 
-def rescale(x, epsilon=1e-3):
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x (Pohlen et al., arXiv
+def rescale(x):
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + EPSILON x (Pohlen et al., arXiv
     1805.11593)."""
-    return x / ((x.abs() + 1).sqrt() + 1) + epsilon * x  # Exact near 0, too.
+    return x / ((x.abs() + 1).sqrt() + 1) + EPSILON * x  # Exact near 0, too.
 
 
-def unscale(x, epsilon=1e-3):
+def unscale(x):
     """The inverse of rescale(). It is sign(x) (s^2 - 1) with the paper's s, written as
     (s - 1) (s + 1), which keeps its digits near 0 in float32, too."""
-    root = (1 + 4 * epsilon * (x.abs() + 1 + epsilon)).sqrt()
-    part = 2 * x / (root + 1 + 2 * epsilon)
+    root = (1 + 4 * EPSILON * (x.abs() + 1 + EPSILON)).sqrt()
+    part = 2 * x / (root + 1 + 2 * EPSILON)
     return part * (part.abs() + 2)
 
 
@@ -90,10 +91,12 @@ def copy_interval(flags, num_learned):
     interval = max(1, round(flags.target_interval * rate))
     num = int(max(0, flags.total_steps - flags.replay_start) * rate) // interval
     if num < MIN_COPIES:
+        remedy = "a smaller --target_interval"
+        if interval == 1:  # There are no more copies than gradient steps.
+            remedy = "a smaller --replay_batch_size, a larger --replay_ratio"
         log.warning(
             f"copies of the target network in {flags.total_steps:,} steps: {num}, "
-            f"expected {MIN_COPIES} or more: use a smaller --target_interval or "
-            "--replay_batch_size, a larger --replay_ratio, or more --total_steps"
+            f"expected {MIN_COPIES} or more: use {remedy}, or more --total_steps"
         )
     return interval
 

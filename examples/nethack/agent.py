@@ -10,6 +10,7 @@ from torch import nn
 import polybeast
 from polybeast import parser  # noqa: F401 (--agent takes the flags from here)
 from torchbeast.encoders import initialize
+from torchbeast.messages import BadInput
 
 
 class Encoder(nn.Module):
@@ -53,4 +54,8 @@ class Encoder(nn.Module):
 
 class Agent(polybeast.Agent):
     def make_encoder(self, observation_space):
+        if self.flags.normalize_observations:
+            raise BadInput(
+                "--normalize_observations: this agent's encoder reads characters"
+            )
         return Encoder(observation_space)
