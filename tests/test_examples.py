@@ -176,7 +176,8 @@ def test_a_resumed_run_of_rnd_goes_on_with_its_predictor(savedir):
         assert same == name.startswith("target."), name
     steps = [x["adam"]["state"][0]["step"].item() for x in (first, second, third)]
     assert steps == [10, 10, 20]
-    assert third["novelty"]["errors.num_batches_tracked"] == 20
+    counts = [x["novelty"]["errors.count"].item() for x in (first, second, third)]
+    assert counts == [400, 400, 800]
 
 
 def test_what_was_seen_often_gets_a_smaller_bonus_than_what_is_new():
@@ -193,6 +194,22 @@ def test_what_was_seen_often_gets_a_smaller_bonus_than_what_is_new():
         optimizer.step()
     _, bonus = novelty(torch.cat([often, new]))
     assert bonus[50:].min() > bonus[:50].max()
+
+
+def test_bonuses_are_by_the_mean_and_deviation_of_all_errors_so_far():
+    from examples.rnd.agent import Novelty
+
+    torch.manual_seed(0)
+    novelty = Novelty(gymnasium.spaces.Box(-1, 1, (3,)))
+    seen, errors = torch.zeros(0, 3), torch.zeros(0)
+    for i, n in enumerate([80, 80, 1, 30]):  # Observations wander.
+        x = torch.randn(n, 3) / 10 + i
+        error, bonus = novelty(x)
+        seen, errors = torch.cat([seen, x]), torch.cat([errors, error.detach()])
+        expected = (error.detach() - errors.mean()) / errors.std(correction=0)
+        torch.testing.assert_close(bonus.flatten(), expected)
+        variance = seen.var(0, correction=0).double()
+        torch.testing.assert_close(novelty.observations.variance, variance)
 
 
 # One new file.

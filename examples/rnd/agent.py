@@ -13,6 +13,7 @@ from torchbeast import ranks, rollouts
 from torchbeast.flags import number
 from torchbeast.gradients import sum_over_ranks
 from torchbeast.nests import leaves
+from torchbeast.normalization import RunningStatistics
 
 
 def parser():
@@ -26,7 +27,7 @@ def parser():
 
 
 class Novelty(nn.Module):
-    """Maps observations [N, F] to the predictor's errors [N] and to bonuses [N, 1]."""
+    """Maps observations [N, F] to the predictor's errors [N] and to bonuses [N]."""
 
     def __init__(self, space):
         super().__init__()
@@ -34,16 +35,14 @@ class Novelty(nn.Module):
         self.target = nn.Sequential(nn.Linear(F, 128), nn.ReLU(), nn.Linear(128, 64))
         middle = nn.Linear(F, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
         self.predictor = nn.Sequential(*middle, nn.Linear(128, 64))
-        # With momentum=None, mean and variance are those of all batches so far.
-        self.observations = nn.BatchNorm1d(F, affine=False, momentum=None)
-        self.errors = nn.BatchNorm1d(1, eps=1e-12, affine=False, momentum=None)
+        self.observations, self.errors = RunningStatistics((F,)), RunningStatistics()
 
     def forward(self, x):
-        self.observations.train()(x)  # In train() it updates what eval() applies.
-        x = self.observations.eval()(x).clamp(-5, 5)
+        self.observations.update(x)
+        x = self.observations(x).clamp(-5, 5)
         errors = (self.predictor(x) - self.target(x).detach()).square().mean(1)
-        self.errors.train()(errors.detach()[:, None])
-        return errors, self.errors.eval()(errors.detach()[:, None])
+        self.errors.update(errors.detach())
+        return errors, self.errors(errors.detach())
 
 
 class Agent(polybeast.Agent):
@@ -62,7 +61,7 @@ class Agent(polybeast.Agent):
         x = [o[1:].flatten(2).float() for _, o in leaves(batch["observation"])]
         errors, real_bonus = self.novelty(torch.cat(x, dim=2)[real])
         bonus = torch.zeros(real.shape, device=real.device)
-        bonus[real] = real_bonus[:, 0]
+        bonus[real] = real_bonus
         self.adam.zero_grad()
         errors.mean().backward()
         if ranks.current.num > 1:  # The mean over all learners.
