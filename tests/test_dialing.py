@@ -462,46 +462,41 @@ def fake_learner(address, streams, says_hello=True, full=False):
         server.stop(None).wait()
 
 
-def test_a_dialer_returns_to_its_own_learner_when_that_is_back(monkeypatch):
+@contextlib.contextmanager
+def impatient(monkeypatch, own, other):
+    """A dialer of two learners runs, which waits half a second for its own."""
     monkeypatch.setattr(dialer, "PATIENCE_S", 0.5)
     monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.5)
-    own, other = here(), here()
-    came = queue.Queue()
     d = dialer_of(f"{own},{other}", own)
     thread = threading.Thread(target=d.run)
-    with fake_learner(other, came):
-        thread.start()
-        try:
-            assert came.get(timeout=30) == other
-            with fake_learner(own, came):
-                assert came.get(timeout=30) == own
-                time.sleep(2)
-                assert came.empty()  # It stays there.
-        finally:
-            d.close()
-            thread.join(30)
+    thread.start()
+    try:
+        yield
+    finally:
+        d.close()
+        thread.join(30)
     assert not thread.is_alive()
 
 
+def test_a_dialer_returns_to_its_own_learner_when_that_is_back(monkeypatch):
+    own, other, came = here(), here(), queue.Queue()
+    with fake_learner(other, came), impatient(monkeypatch, own, other):
+        assert came.get(timeout=30) == other
+        with fake_learner(own, came):
+            assert came.get(timeout=30) == own
+            time.sleep(2)
+            assert came.empty()  # It stays there.
+
+
 def test_a_dialer_stays_with_another_learner_while_its_own_is_full(monkeypatch):
-    monkeypatch.setattr(dialer, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(dialer, "MAX_WAIT_S", 0.5)
-    own, other = here(), here()
-    came = queue.Queue()
-    d = dialer_of(f"{own},{other}", own)
-    thread = threading.Thread(target=d.run)
+    own, other, came = here(), here(), queue.Queue()
     with fake_learner(other, came), fake_learner(own, came, full=True):
-        thread.start()
-        try:
+        with impatient(monkeypatch, own, other):
             assert came.get(timeout=30) == own
             while came.get(timeout=30) != other:
                 pass
             time.sleep(2)
             assert came.empty()  # It stays there.
-        finally:
-            d.close()
-            thread.join(30)
-    assert not thread.is_alive()
 
 
 @pytest.mark.survives("silent-connection")
