@@ -1,6 +1,6 @@
 """DeepMind's preprocessing of Atari (Mnih et al., 2015), as one vector environment.
 
-    no-op start of up to 30 frames, FIRE on reset, skip 4 with max over the last two
+    no-op start of up to 29 frames, FIRE on reset, skip 4 with max over the last two
     frames, 84x84 grey by area interpolation, stack 4: [4, 84, 84] uint8, oldest first;
     a lost life ends a training episode; rewards are not clipped (learn() does that).
 
@@ -28,7 +28,7 @@ else:
 
 FRAME_SKIP = 4
 FRAME_STACK = 4
-NOOP_MAX = 30  # Frames before the agent's first, FIRE included.
+NOOP_MAX = 30  # Fewer frames are before the agent's first, FIRE included.
 MAX_FRAMES = 108_000  # Half an hour of play: the episode is truncated.
 
 

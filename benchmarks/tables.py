@@ -39,7 +39,7 @@ LAST = (
 )
 PROTOCOLS = {  # What runs have in common in whose commands these words are.
     "NoFrameskip": "Of Atari: actions are not sticky unless a row says so, and a game "
-    "begins with up to 30 no-ops; a lost life ends an episode for learning only; "
+    "begins with up to 29 no-ops; a lost life ends an episode for learning only; "
     "returns are of whole games.",
     "MinAtar/": "MinAtar is 1.0.15: the last action is repeated with a probability of "
     "0.1, Asterix, Seaquest and SpaceInvaders become more difficult, and -v1 has only "
