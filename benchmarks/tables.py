@@ -252,9 +252,11 @@ def middle(of_games):
 
 def iqm(of_games, num_resamples=2000):
     """Returns the interquartile mean over runs of all games, and its interval by
-    stratified bootstrap, as text. of_games: an array of scores for each game."""
-    if all(len(scores) == 1 for scores in of_games):
-        return f"{middle(of_games):.0f}% (one run of each game, hence no interval)"
+    stratified bootstrap, as text. of_games: an array of scores for each game. One of a
+    single run would have no part in the interval, so there is none."""
+    if single := sum(len(scores) == 1 for scores in of_games):
+        why = f"{single} of {len(of_games)} games have one run, hence no interval"
+        return f"{middle(of_games):.0f}% ({why})"
     random = np.random.RandomState(1)  # Its numbers are the same in any NumPy.
     resampled = [
         middle([random.choice(scores, len(scores)) for scores in of_games])

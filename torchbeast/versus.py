@@ -65,15 +65,14 @@ class Function:
         self._random = np.random.default_rng(seed)
 
     def __call__(self, step):
-        legal = np.arange(self._num)
+        legal = list(range(self._num))
         if "action_mask" in step:
-            legal = np.flatnonzero(step["action_mask"][0])
+            legal = np.flatnonzero(step["action_mask"][0]).tolist()
         observation = map_structure(lambda x: x[0], step["observation"])
-        action = self._function(observation, legal.tolist(), self._random)
-        if action not in legal.tolist():
+        action = self._function(observation, legal, self._random)
+        if action not in legal:
             raise BadInput(
-                f"--opponent {self._name} returned {action!r}, expected one of "
-                f"{legal.tolist()}"
+                f"--opponent {self._name} returned {action!r}, expected one of {legal}"
             )
         return np.array([int(action)])
 
