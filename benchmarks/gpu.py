@@ -120,6 +120,8 @@ AGENTS = {
     "R2D2, Pong": [*PONG, "--agent", "r2d2", "--preset", "r2d2", *NOW],
     "DQN, Pong": [*PONG, "--agent", "r2d2", "--preset", "dqn", *NOW],
     "SAC mujoco, Pendulum": [*PENDULUM, "--agent", "sac", "--preset", "mujoco", *NOW],
+    "PQN, Pong": [*PONG, "--agent", "pqn"],
+    "TD3, Pendulum": [*PENDULUM, "--agent", "td3", *NOW],
 }
 
 

@@ -7,7 +7,7 @@
 #
 # Each part has a time limit of its own, and writes its results as they come, so that one that
 # hangs costs no other. Without PART all but `kernels`, `compiled`, `streams` and `pong` run,
-# in 17 minutes at most; where a command has ten, `machine tests learning warp inference` have
+# in 18 minutes at most; where a command has ten, `machine tests learning warp inference` have
 # room in one, `learner agents runs` in another.
 set -u
 wheels=$(realpath "$1")
@@ -65,9 +65,9 @@ print(torch.cuda.get_arch_list(), torch.ones(2, device='cuda').sum().item())"
         ;;
     warp) run 90 python3 -m benchmarks.warp --rounds 1 --seconds 2 --json "$out/warp.json" ;;
     inference) gpu 40 inference ;;
-    learner) gpu 60 learner ;;
+    learner) gpu 110 learner ;;
     kernels) gpu 60 kernels ;;
-    agents) gpu 120 agents ;;
+    agents) gpu 145 agents ;;
     compiled)
         gpu 240 compiled
         run 240 python3 -m benchmarks.warp --rounds 1 --seconds 2 --compile --num_epochs 1 \
