@@ -59,7 +59,8 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 // along dimension 1.
 //
 //   run()     blocks until stop(). Throws runtime_error, with what each server said, if
-//             none could be reached within connect_timeout_s.
+//             none could be reached within connect_timeout_s. One that is connected may
+//             take welcome_timeout_s to make its environments.
 //   accept()  steps the environments of a stream that a host has opened (listener.h), in
 //             the calling thread, until it ends. Nobody connects again.
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors
@@ -193,12 +194,16 @@ class ActorPool {
       // Thirty years: Clock cannot count ten times as many.
       const auto timeout =
           std::chrono::duration<double>(std::min(options_.connect_timeout_s, 1e9));
-      const auto until =
-          Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
+      auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
       const auto reached = [&] { return stopping_ || reached_; };
       // Where hosts may dial in, they may come when they like.
-      if (options_.max_streams == 0 &&
-          !wait(&lock, &changed_, blocking, until, reached)) {
+      while (options_.max_streams == 0 &&
+             !wait(&lock, &changed_, blocking, until, reached)) {
+        hang_up_on_silent();
+        if (makes_environments()) {
+          until = Clock::now() + std::chrono::seconds(1);
+          continue;
+        }
         std::string errors;
         for (const Actor& actor : actors_) {
           errors +=
@@ -387,8 +392,9 @@ class ActorPool {
     bool removed = false;
     int64_t filling = 0;           // Rollouts that are begun, or taken, not delivered.
     std::function<void()> cancel;  // The stream that is under way.
-    Clock::time_point since;       // When its stream began.
-    bool silent = false;           // It took too long.
+    std::shared_ptr<grpc::Channel> channel;  // Of the stream that is under way.
+    Clock::time_point since;                 // When its stream began.
+    bool silent = false;                     // It took too long.
     std::thread thread;
   };
 
@@ -418,6 +424,12 @@ class ActorPool {
         cancel(&actor);
       }
     }
+  }
+  // Whether a server is connected, and has not said Welcome yet.
+  [[nodiscard]] bool makes_environments() const {
+    return std::any_of(actors_.begin(), actors_.end(), [](const Actor& actor) {
+      return actor.channel && actor.channel->GetState(false) == GRPC_CHANNEL_READY;
+    });
   }
   [[nodiscard]] std::string silence() const {
     return "no environments came within " + seconds(options_.welcome_timeout_s) +
@@ -508,7 +520,7 @@ class ActorPool {
         "/torchbeast.protocol.EnvironmentServer/Stream", nullptr,
         grpc::internal::RpcMethod::BIDI_STREAMING, channel);
     grpc::ClientContext context;
-    const Reach reach(this, actor, &context);
+    const Reach reach(this, actor, &context, channel);
     using Factory =
         grpc::internal::ClientReaderWriterFactory<protocol::Request, grpc::ByteBuffer>;
     const std::unique_ptr<Stream> stream(
@@ -835,9 +847,11 @@ class ActorPool {
   // Makes stop() and remove() reach a stream for as long as it lasts.
   class Reach {
    public:
-    Reach(ActorPool* pool, Actor* actor, grpc::ClientContext* context)
+    Reach(ActorPool* pool, Actor* actor, grpc::ClientContext* context,
+          std::shared_ptr<grpc::Channel> channel)
         : pool_(pool), actor_(actor) {
       std::lock_guard<std::mutex> lock(pool_->mu_);
+      actor_->channel = std::move(channel);
       actor_->cancel = [context] { context->TryCancel(); };
       if (pool_->ends(*actor)) context->TryCancel();
     }
@@ -846,6 +860,7 @@ class ActorPool {
     ~Reach() {
       std::lock_guard<std::mutex> lock(pool_->mu_);
       actor_->cancel = nullptr;
+      actor_->channel = nullptr;
     }
 
    private:

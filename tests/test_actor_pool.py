@@ -259,6 +259,13 @@ def test_no_server_within_the_time_is_an_error_that_says_so():
         assert learner.queue.is_closed() and learner.batcher.is_closed()
 
 
+def test_a_server_that_is_reached_may_take_longer_for_its_environments():
+    with server(env="tests.faulty_envs:Late-v0") as (address, _):  # 3.5 s.
+        with Learner([address], connect_timeout_s=2) as learner:
+            learner.wait_for(lambda: learner.answers or learner.error)
+            assert learner.error is None
+
+
 @pytest.mark.survives("other-environment")
 @pytest.mark.parametrize(
     ("kwargs", "message"),

@@ -645,8 +645,9 @@ def test_the_newest_checkpoints_are_kept_though_the_clock_was_set_back(
         at = now + step - (3600 if step > 2 else 0)
         os.utime(path, (at, at))
         checkpoint.keep(path, step, 2)
-        assert (tmp_path / f"model-{step:012d}.tar").read_text() == str(step)
-    assert len(list(tmp_path.iterdir())) == 3
+        names = [f"model-{i:012d}.tar" for i in (step - 1, step) if i > 0]
+        assert sorted(p.name for p in tmp_path.glob("model-*")) == names
+        assert (tmp_path / names[-1]).read_text() == str(step)
 
 
 @pytest.mark.survives("checkpoint-does-not-fit")

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import pathlib
+import signal
 import socket
 import tempfile
+import time
 
 import pytest
 
@@ -89,3 +91,23 @@ def test_a_link_of_somebody_else_is_not_replaced(temporary):
         ours = target == "run.old"
         assert os.readlink(latest) == ("run" if ours else str(target))
         latest.unlink()
+
+
+def test_a_lock_ends_with_its_process_while_a_fork_of_that_lives(temporary):
+    """As of an environment in the learner's process."""
+    lock, (ours, theirs) = files.lock(temporary / "lock"), os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(theirs, b".")
+        time.sleep(300)
+        os._exit(0)
+    try:
+        os.read(ours, 1)
+        with pytest.raises(files.Locked):
+            files.lock(temporary / "lock")
+        lock.close()
+        files.lock(temporary / "lock").close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ours)
+        os.close(theirs)

@@ -299,3 +299,11 @@ def test_a_terminal_has_a_table_and_ctrl_c_saves(savedir):
     assert "2 runs: 1 stopped, 1 waits" in text
     assert (savedir / "seed=1/model.tar").exists()
     assert "Traceback" not in output(savedir, "seed=1") + text
+
+
+def test_a_run_that_a_signal_without_a_name_ends_has_failed(tmp_path):
+    job = Job("x", ["bash", "-c", "kill -40 $$", "x", "--savedir", str(tmp_path)])
+    job.start(CORES, None)
+    job.process.wait()
+    assert job.has_ended(None)
+    assert job.state == "failed" and job.note.startswith("signal 40: ")

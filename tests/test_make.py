@@ -1,5 +1,6 @@
 """Which environments are made by their ids, and which are refused."""
 
+import abc
 import functools
 import re
 import sys
@@ -88,6 +89,15 @@ def test_names_in_a_module_that_end_as_environments_are_close_ones(name, monkeyp
     with pytest.raises(ValueError) as error:
         environment.make(name)
     assert str(error.value).endswith(f": {text}")
+
+
+def test_a_class_that_cannot_be_made_is_no_close_one(monkeypatch):
+    methods = {"step": abc.abstractmethod(lambda self: None)}
+    module = types.ModuleType("my_zoo")
+    module.FieldEnv = abc.ABCMeta("FieldEnv", (), {**methods, "__module__": "my_zoo"})
+    monkeypatch.setitem(sys.modules, "my_zoo", module)
+    with pytest.raises(ValueError, match="my_zoo registers none like it"):
+        environment.make("my_zoo:FieldEvn")
 
 
 def test_a_module_named_alone_says_what_it_has():

@@ -308,3 +308,11 @@ def test_no_other_module_imports_matplotlib():
             if name
         }
         assert ("matplotlib" in names) == (path.name == "plot.py"), path
+
+
+def test_a_damaged_line_of_a_single_run_is_left_out(tmp_path):
+    path = make_run(tmp_path / "x")
+    with open(path / "logs.csv", "ab") as f:
+        f.write(b"30,\xff\xfe\n40,1440,1,2,3\n")
+    assert main_of_plot(path, "--out", tmp_path / "x.png") == 0
+    assert (tmp_path / "x.csv").read_text().splitlines()[-1].startswith("40")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -197,3 +198,35 @@ def test_a_trial_that_ctrl_c_has_stopped_goes_on_with_its_values(savedir):
     first, second = commands(savedir, "tune,trial=0")
     assert first == second
     assert not (savedir / "tune,trial=1").exists()
+
+
+@slow
+def test_a_study_goes_on_after_the_disk_was_full(savedir):
+    """It ends with one line, and half a line in its journal."""
+    args, more = ("--trials", 1, "--rate", "0.1:1"), ["--do", "learn"]
+    pytest.importorskip("optuna")
+    full = ("bash", "-c", 'ulimit -f 2 && exec "$0" "$@"')  # In kilobytes.
+    all_words = words(*args, savedir=savedir, more=more)
+    result = run(*all_words, module="torchbeast.tune", prefix=full)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.endswith(f"tune: error: {savedir}/tune: File too large\n")
+    assert "Traceback" not in result.stderr
+    assert (savedir / "tune/trials.journal").read_bytes()[-1:] != b"\n"
+    [[_, state, *_]] = rows(tuned(*args, savedir=savedir, more=more))
+    assert state == "complete"
+
+
+@slow
+def test_a_study_that_was_killed_while_it_chose_values_chooses_the_others(savedir):
+    args = "--trials", 1, "--rate", "0.1:1", "--fast", "on,off"
+    more = ["--do", "learn"]
+    [[_, _, _, rate, *_]] = rows(tuned(*args, savedir=savedir, more=more))
+    journal = savedir / "tune/trials.journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    [end] = [i for i, line in enumerate(lines) if '"param_name":"--fast"' in line]
+    journal.write_text("".join(lines[:end]))
+    shutil.rmtree(savedir / "tune,trial=0")
+    [[*_, again, fast, _]] = rows(tuned(*args, savedir=savedir, more=more))
+    assert again == rate
+    [command] = commands(savedir, "tune,trial=0")
+    assert ("--fast" in command) == (fast == "on")

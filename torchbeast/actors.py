@@ -11,7 +11,6 @@ import multiprocessing.connection
 import queue
 import resource
 import shutil
-import signal
 import threading
 import time
 import traceback
@@ -33,6 +32,7 @@ from torchbeast.process import (
     keep_freed_memory,
     kill_group,
     lead_group,
+    signal_name,
     signals_blocked,
 )
 
@@ -390,7 +390,7 @@ class ActorProcesses:
         if error:
             reason = self._tracebacks.shorten(f"\n{error}")
         else:
-            reason = f" {signal.Signals(-code).name}" if code < 0 else f" code {code}"
+            reason = f" {signal_name(-code)}" if code < 0 else f" code {code}"
         log.error("actor %d (pid %d) died:%s", actor.index, actor.process.pid, reason)
         failures, limit = self._failures[actor.index], self.flags.max_actor_restarts
         if failures == limit:

@@ -43,6 +43,8 @@ def keep(path, step, num):
     others = {*path.parent.glob(f"{path.stem}-{12 * '[0-9]'}.tar")} - {kept}
     # By time: who goes back to an earlier checkpoint goes on from there.
     others = sorted(others, key=lambda p: p.stat().st_mtime_ns)
+    if others and kept.stat().st_mtime_ns <= (last := others[-1].stat().st_mtime_ns):
+        os.utime(kept, ns=(last + 1, last + 1))  # The clock was set back.
     for old in others[: max(0, len(others) + 1 - num)]:
         old.unlink()
 

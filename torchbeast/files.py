@@ -36,6 +36,7 @@ def lock(path):
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
+    os.register_at_fork(after_in_child=file.close)  # Else a fork holds the lock, too.
     return file
 
 

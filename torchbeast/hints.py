@@ -80,6 +80,7 @@ def close(env_id):
         if key.lower().endswith("env") and callable(x)
         if (getattr(x, "__module__", None) or "").partition(".")[0] == package
         if not (isinstance(x, type) and issubclass(x, gymnasium.Env))
+        if not inspect.isabstract(x)
         if key not in ("AECEnv", "ParallelEnv")  # Without which there is none.
     ]
     for kind in ("parallel", "aec"):  # PettingZoo's own.

@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from torchbeast.display import Table
 from torchbeast.flags import Parser, is_given, number, run_command, run_parser
 from torchbeast.machine import core_shares, num_cores, use_only
 from torchbeast.messages import BadInput, first_line
-from torchbeast.process import Signals, follow_parent, kill_group
+from torchbeast.process import Signals, follow_parent, kill_group, signal_name
 
 
 def slots_parser():
@@ -144,7 +143,7 @@ class Job:
         self.state = "ended" if code == 0 else "stopped" if signum else "failed"
         self.note = ""
         if code not in ({0, -signum, 128 + signum} if signum else {0}):
-            why = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            why = f"exit code {code}" if code > 0 else signal_name(-code)
             line = first_line(logs.last_line(self.output, str.strip), with_type=False)
             self.note = f"{why}: {line[:200]}; {self.output}"
         return True

@@ -211,7 +211,7 @@ def plot(flags):
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(flags.out, dpi=120)
         if len(runs) == 1:
-            with open(runs[0].path / "logs.csv", newline="") as f:
+            with open(runs[0].path / "logs.csv", newline="", errors="replace") as f:
                 columns = next(csv.reader(f))
             with open(flags.out.with_suffix(".csv"), "w", newline="") as f:
                 writer = csv.DictWriter(f, columns)

@@ -159,6 +159,13 @@ def kill_group(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def signal_name(signum):
+    """Returns SIGKILL and so on; of real-time signals most have no name."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(signum).name
+    return f"signal {signum}"
+
+
 def children(pid="self") -> set[int]:
     """Returns the process ids of a process's children."""
     found = set()
@@ -354,6 +361,11 @@ class Signals:
             if stop := self.stop():
                 raise stop from e
             raise
+
+
+def signalled():
+    """Tells whether a signal has come, if they are handled. Any thread may call it."""
+    return Signals.current is not None and Signals.current.received is not None
 
 
 def check_signals():

@@ -17,7 +17,7 @@ from torchbeast import devices, ranks, replay_files, storage
 from torchbeast.flags import number
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import map_structure
-from torchbeast.process import check_signals
+from torchbeast.process import signalled
 
 
 def add_size_flag(group, size):
@@ -305,8 +305,8 @@ class Credit:
 
     def updates(self, batch, unroll_length, num_learned):
         """Yields once for each update that is due after a batch of new rollouts, if
-        each learns from num_learned steps: on all ranks as often. With one rank, raises
-        Stop after a signal."""
+        each learns from num_learned steps: on all ranks as often. With one rank, ends
+        after a signal: the batch counts, and a replay that is saved has what is due."""
         num_new = unroll_length * batch["done"].shape[1]
         num_drawable = int(self.ring.drawable)
         if "mask" in batch or ranks.current.num > 1:  # Else a GPU is not waited for.
@@ -323,8 +323,8 @@ class Credit:
         if num_drawable < ranks.current.num:
             return  # No transition is in a ring yet: what is due is made later.
         while self.learned + num_learned <= self.ratio * self.new:
-            if ranks.current.num == 1:
-                check_signals()  # There may be many updates.
+            if ranks.current.num == 1 and signalled():
+                return  # There may be many updates.
             self.learned += num_learned
             yield
 

@@ -102,6 +102,7 @@ class Study:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = files.lock(self.path / "lock")
+            cut_half_line(self.path / "trials.journal")
             backend = optuna.storages.journal.JournalFileBackend(
                 os.fspath(self.path / "trials.journal")
             )
@@ -138,6 +139,13 @@ class Study:
         return [*self.command, *words, f"--xpid={name}"]
 
 
+def cut_half_line(path):
+    """Cuts a file back to its whole lines: a full disk leaves half of the last one."""
+    with open(path, "ab+") as f:
+        f.seek(0)
+        f.truncate(f.read().rfind(b"\n") + 1)
+
+
 class Trial(Job):
     """A run whose flags the study chooses when the run starts."""
 
@@ -152,7 +160,10 @@ class Trial(Job):
             self.frozen = study.known_trials[i]
             self.trial = optuna.trial.Trial(study.optuna, self.frozen._trial_id)
             self._reported = max(self.frozen.intermediate_values, default=0)
-            command = study.words(self.frozen.params, name)
+            if not self.frozen.state.is_finished():
+                for flag, x in study.distributions.items():
+                    self.trial._suggest(flag, x)  # It was killed before, perhaps.
+            command = study.words(self.trial.params, name)
         super().__init__(name, command)
         if self.trial is None and self.path.exists():
             what = f"{self.path} is there, but no trial of {study.path}"
@@ -292,6 +303,8 @@ def tune(argv):
     study = Study(flags, split_varied(words), command)
     try:
         return run_all(study.trials, slots)
+    except OSError as e:  # The disk is full, for one.
+        raise BadInput(f"{study.path}: {e.strerror}") from e
     finally:
         report(study)
 
