@@ -13,6 +13,7 @@ import torch
 
 import monobeast
 import polybeast
+import ppo
 import warpbeast
 from tests.programs import (
     ROOT,
@@ -28,6 +29,7 @@ from tests.programs import (
 from torchbeast import environment, rollouts
 from torchbeast.flags import AGENTS
 from torchbeast.log_writer import COLUMNS
+from torchbeast.messages import BadInput
 from torchbeast.program import name_of
 
 LOG = ("--log_interval_steps", 40)
@@ -263,8 +265,94 @@ def test_a_core_state_of_another_shape_is_an_error_that_names_both():
     flags = polybeast.program_parser().parse_args(["--use_lstm"])
     env = environment.Environment(environment.make("CartPole-v1", 2))
     agent = Agent(flags, env.observation_space, env.action_space)
-    with pytest.raises(ValueError, match=r"core_state .*3\].*expected .*256\]"):
+    with pytest.raises(ValueError, match=r"core_state.*3\].*expected .*256\]"):
         rollouts.specs(agent, env.initial(0), agent.flags)
+
+
+def remembering(initial, after):
+    """An agent whose network has another core_state: initial(batch_size), and after
+    each step what after(that) returns."""
+
+    class Net(polybeast.Net):
+        def initial_state(self, batch_size):
+            return initial(batch_size)
+
+        def forward(self, step, core_state=()):
+            return super().forward(step)[0], after(core_state)
+
+    class Agent(polybeast.Agent):
+        def make_net(self, observation_space, action_space):
+            return Net(self.make_encoder(observation_space), action_space)
+
+    return Agent
+
+
+def same(state):
+    return state
+
+
+WRONG_STATES = [
+    # Without the first dimension.
+    (lambda B: torch.zeros(B, 3), same, r"initial_state\(\) .* torch.float32 \[2, 3\]"),
+    (lambda B: (torch.zeros(1, B), 7), same, "core_state/1 as int, expected a tensor"),
+    (lambda B: (None,), same, "core_state/0 as NoneType, expected a tensor"),
+    (
+        lambda B: {"n": torch.zeros(())},
+        same,
+        r"core_state/n as torch.float32 \[\], exp",
+    ),
+    # Of another type after a step.
+    (
+        lambda B: torch.zeros(1, B, dtype=torch.int64),
+        lambda n: n + 0.5,
+        "act.* core_state as torch.float32 .*, expected core_state as torch.int64",
+    ),
+    (
+        lambda B: torch.zeros(1, B),
+        lambda x: x > 0,
+        "act.* core_state as torch.bool .*, expected core_state as torch.float32",
+    ),
+    (
+        lambda B: torch.zeros(1, B, requires_grad=True),
+        same,
+        "initial_state.* with a gradient, expected",
+    ),
+]
+
+
+def specs_of(agent):
+    words = ["--no-normalize_rewards", "--no-separate_value"]
+    flags = polybeast.program_parser().parse_args(words)
+    env = environment.Environment(environment.make("CartPole-v1", 2))
+    agent = agent(flags, env.observation_space, env.action_space)
+    return rollouts.specs(agent, env.initial(0), agent.flags)
+
+
+@pytest.mark.parametrize(("initial", "after", "message"), WRONG_STATES)
+def test_a_core_state_that_no_rollout_can_hold_is_an_error_that_names_it(
+    initial, after, message
+):
+    with pytest.raises(BadInput, match=message):
+        specs_of(remembering(initial, after))
+
+
+def test_a_core_state_with_a_gradient_is_an_error():
+    class Agent(remembering(lambda B: torch.zeros(1, B), lambda x: x)):
+        def act(self, step, core_state, greedy=False):
+            outputs, _ = super().act(step, core_state, greedy)
+            weight = self.net.policy.bias[0]
+            return outputs, core_state + weight
+
+    with pytest.raises(BadInput, match=r"act\(\) .* with a gradient, expected"):
+        specs_of(Agent)
+
+
+def test_a_core_state_may_have_its_entries_in_any_order():
+    def initial(B):
+        return {"h": torch.zeros(1, B, 3), "n": torch.zeros(1, B, dtype=torch.int64)}
+
+    specs = specs_of(remembering(initial, lambda x: {"n": x["n"] + 1, "h": x["h"]}))
+    assert specs["core_state"]["h"].shape == (1, 3)
 
 
 @both
@@ -275,6 +363,33 @@ def test_what_act_returns_is_looked_at_before_anything_is_started(
     line = refusal(*flags_of(module, savedir, "--agent", "my_agent"), module=module)
     assert "act() returned ['policy_logits'], expected 'action' in it" in line
     assert not savedir.exists()
+
+
+# What loss() returns.
+
+
+@pytest.mark.parametrize("base", [polybeast, ppo])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda total, x: total, "loss.. returned Tensor, NoneType, expected .loss"),
+        (lambda total, x: None, "loss.. returned NoneType, NoneType, expected .loss"),
+        (lambda total, x: (total + torch.zeros(4), x), r"a loss \[4\], expected \[\]"),
+        (lambda total, x: (total.detach(), x), "without gradient, expected"),
+    ],
+)
+def test_a_loss_that_cannot_be_learned_from_is_an_error_that_says_so(
+    base, changed, message, savedir, my_agent, monkeypatch
+):
+    class Agent(base.Agent):
+        def loss(self, batch, outputs):
+            return changed(*super().loss(batch, outputs))
+
+    my_agent(Agent)
+    monkeypatch.setattr(sys.modules["my_agent"], "parser", base.parser)
+    sizes = ("--unroll_length", 4, "--batch_size", 4)
+    with pytest.raises(TypeError, match=message):
+        main(*flags_of("monobeast", savedir, "--agent", "my_agent", *sizes))
 
 
 # What learn() returns.
@@ -344,16 +459,26 @@ def test_a_log_of_very_many_columns_is_kept_when_the_run_resumes(
     assert last == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 
+@pytest.mark.parametrize(
+    ("entry", "kind"),
+    [
+        (np.float64(0.5), "float64"),
+        (torch.Generator(), "Generator"),
+        (lambda x: x, "function"),
+        ((i for i in range(3)), "generator"),
+    ],
+)
 def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
-    savedir, my_agent
+    entry, kind, savedir, my_agent
 ):
     class Agent(polybeast.Agent):
         def state_dict(self):
-            return {**super().state_dict(), "mean": np.float64(0.5)}
+            return {**super().state_dict(), "mine": {"a": 1, "b": entry}}
 
     my_agent(Agent)
     line = refusal(*flags_of("monobeast", savedir, "--agent", "my_agent"))
     assert "the agent's state_dict() holds what no checkpoint can, expected" in line
+    assert line.endswith(f": mine/b is a {kind}")
 
 
 @both
@@ -387,13 +512,24 @@ def test_a_parser_that_does_not_fit_is_one_line(parser, words, my_agent, monkeyp
     assert words in refusal("--agent", "my_agent")
 
 
-def test_what_an_agents_module_cannot_import_is_a_traceback_of_its_own(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("import no_such_package", ModuleNotFoundError),
+        ("int('64,64')", ValueError),
+        ("(lambda channels, side: [])(3)", TypeError),
+        ("raise ImportError('install einops')", ImportError),
+    ],
+)
+def test_what_an_agents_module_raises_is_a_traceback_of_its_own(
+    line, error, tmp_path, monkeypatch
 ):
-    (tmp_path / "agent_of_mine.py").write_text("import no_such_package")
+    (tmp_path / "agent_of_mine.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+    monkeypatch.delitem(sys.modules, "agent_of_mine", raising=False)
+    with pytest.raises(error) as e:
         main("--agent", "agent_of_mine")
+    assert tmp_path / "agent_of_mine.py" in [entry.path for entry in e.traceback]
 
 
 @pytest.mark.slow

@@ -193,6 +193,12 @@ def test_a_tracker_that_cannot_be_is_refused_by_its_name(name, message, modules)
         tracking.find(name)
 
 
+def test_what_a_trackers_module_raises_is_its_own(modules):
+    (modules / "faulty.py").write_text("int('x')")
+    with pytest.raises(ValueError, match="invalid literal"):
+        tracking.find("faulty")
+
+
 def test_a_directory_of_a_packages_name_is_no_package(modules):
     (modules / "no_such_package").mkdir()  # W&B makes one.
     (modules / "needs.py").write_text("class Tracker:\n    package='no_such_package'")

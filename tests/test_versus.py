@@ -46,6 +46,13 @@ def test_each_side_is_played_by_its_own_player_whatever_its_place():
     assert (returns == -1).all()
 
 
+def test_a_game_that_ends_before_the_judged_agents_turn_counts():
+    returns, first = played(make_env(turn_envs.Fold), choosing(2), choosing(0), 20)
+    assert (returns == 1).all() and 0 < first.sum() < 20
+    returns, _ = played(make_env(turn_envs.Fold), choosing(0), choosing(2), 20)
+    assert (returns == -1).all()
+
+
 def test_a_random_player_takes_each_allowed_action_equally_often():
     env = make_env()
     env.initial(0)

@@ -196,6 +196,16 @@ class Duel(Answer):
             self.terminations = {ann: True, bob: True}
 
 
+class Fold(Duel):
+    """Who takes 0 at once loses: the other one has no turn."""
+
+    def take_turn(self, agent, action):
+        super().take_turn(agent, action)
+        if self.turn == 1 and action == 0:
+            self.paid = {"ann": -1.0, "bob": 1.0}
+            self.terminations = {"ann": True, "bob": True}
+
+
 class Unlike(Answer):
     """By strict turns: ann has three choices, of which a mask forbids some, bob two."""
 

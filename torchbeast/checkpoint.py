@@ -107,14 +107,23 @@ def check_agent_state(agent):
                     f"the agent's state_dict() lacks {name!r}: it has to extend "
                     "super().state_dict()"
                 )
-    data = to_bytes(agent.state_dict())
-    try:
-        from_bytes(data)
-    except Exception as e:
+    if entry := _not_kept(agent.state_dict()):
         raise BadInput(
             "the agent's state_dict() holds what no checkpoint can, expected tensors, "
-            f"numbers, texts, and dicts and lists of them: {first_line(e)}"
-        ) from e
+            f"numbers, texts, and dicts and lists of them: {entry}"
+        )
+
+
+def _not_kept(x, path=""):
+    """Returns the path and type of the first entry of a nest that a checkpoint cannot
+    have, or None."""
+    try:
+        from_bytes(to_bytes(x))
+        return None
+    except Exception:
+        items = x.items() if isinstance(x, dict) else ()
+        entries = (_not_kept(y, f"{path}/{name}") for name, y in items)
+        return next(filter(None, entries), f"{path[1:]} is a {type(x).__name__}")
 
 
 class OtherNetwork(ValueError):

@@ -131,14 +131,23 @@ def text_or_path(text):
     return f"@{path(text[1:])}" if text[:1] == "@" else text
 
 
+def import_module(name):
+    """Imports a module that a flag names. Raises BadInput if there is none, and what
+    the module itself raises: its traceback says where it fails."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, ValueError, TypeError) as e:  # "" and ".x" are not names.
+        missing, is_name = getattr(e, "name", None), name[:1] not in ("", ".")
+        if is_name and missing != name and not name.startswith(f"{missing}."):
+            raise
+        raise BadInput(str(e)) from e
+
+
 def load_agent(name):
     """Imports the module that --agent names. Raises BadInput if it is not an agent."""
     try:
-        module = importlib.import_module(name)
-    except (ImportError, ValueError, TypeError) as e:  # "" and ".x" are not names.
-        missing = getattr(e, "name", None)
-        if missing and missing != name and not name.startswith(f"{missing}."):
-            raise  # The module is there; its traceback says what it cannot import.
+        module = import_module(name)
+    except BadInput as e:
         raise BadInput(
             f"--agent {name}: {e}; expected polybeast (IMPALA), ppo, pqn, r2d2 (also "
             "DQN), sac, td3 or the name of a module (not .py), such as "

@@ -52,7 +52,7 @@ def _sum_of_slices(parameters, loss, batch, reduction):
         parameter.grad = None
     sums = {}
     for part, weight in slices(batch, reduction):
-        value, statistics = loss(part)
+        value, statistics = checked(loss(part))
         # Products and sums that change nothing would be a GPU's work, too.
         whole = reduction == "sum" and part["done"].shape == batch["done"].shape
         (value if whole else weight * value).backward()
@@ -60,6 +60,21 @@ def _sum_of_slices(parameters, loss, batch, reduction):
             x = x.detach() if torch.is_tensor(x) else value.new_full((), x)
             sums[name] = x if whole else sums.get(name, 0) + weight * x
     return sums
+
+
+def checked(result):
+    """Returns what a loss function returned, (loss, statistics). Raises TypeError if it
+    is something else."""
+    value, statistics = result if isinstance(result, tuple) else (result, None)
+    if not torch.is_tensor(value) or not isinstance(statistics, dict):
+        what = ", ".join(type(x).__name__ for x in (value, statistics))
+        raise TypeError(f"loss() returned {what}, expected (loss, {{name: statistic}})")
+    if value.shape != () or not value.requires_grad:
+        what = (
+            f"{list(value.shape)}{'' if value.requires_grad else ' without gradient'}"
+        )
+        raise TypeError(f"loss() returned a loss {what}, expected [] with a gradient")
+    return value, statistics
 
 
 def means(statistics):

@@ -6,7 +6,7 @@ import torch
 
 from torchbeast import agents, graphs, ranks
 from torchbeast.flags import number
-from torchbeast.gradients import means, sum_over_ranks
+from torchbeast.gradients import checked, means, sum_over_ranks
 from torchbeast.messages import BadInput
 from torchbeast.nests import map_structure
 from torchbeast.process import check_signals
@@ -76,7 +76,7 @@ def gradient_step(agent, part):
     parameters = list(agent.net.parameters())
     agent.optimizer.zero_grad()
     outputs, _ = agent.net(part, part["core_state"])
-    loss, statistics = agent.loss(part, outputs)
+    loss, statistics = checked(agent.loss(part, outputs))
     loss.backward()
     statistics = {name: x.detach() for name, x in statistics.items()}
     if ranks.current.num > 1:  # The means over all ranks' real transitions.

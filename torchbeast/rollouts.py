@@ -155,19 +155,35 @@ def checked(result, step, initial):
     if action != expected:
         raise BadInput(f"act() returned {action}, expected {expected}")
     before, after = (
-        [(path, list(x.shape)) for path, x in leaves(state)]
+        sorted(leaves(state, "core_state"), key=lambda leaf: leaf[0])
         for state in (initial, core_state)
     )
+    for what, state in (("initial_state()", before), ("act()", after)):
+        for path, x in state:
+            if not torch.is_tensor(x) or x.requires_grad or x.shape[1:2] != (E,):
+                raise BadInput(
+                    f"{what} returned {path} as {kind(x)}, expected a tensor "
+                    f"[., {E}, ...] without gradient"
+                )
+    before, after = (describe(dict(state), "") for state in (before, after))
     if before != after:
-        raise BadInput(f"act() returned core_state {after}, expected {before}")
+        raise BadInput(f"act() returned {after}, expected {before}")
     return result
 
 
-def describe(action):
+def describe(nest, name="action"):
     """Returns a text: the paths, dtypes and shapes of its tensors."""
     return ", ".join(
-        f"{path} as {x.dtype} {list(x.shape)}" for path, x in leaves(action, "action")
+        f"{path} as {x.dtype} {list(x.shape)}" for path, x in leaves(nest, name)
     )
+
+
+def kind(x):
+    """Returns a text: the type of what may be a tensor, and of one what it is like."""
+    if not torch.is_tensor(x):
+        return type(x).__name__
+    with_gradient = " with a gradient" if x.requires_grad else ""
+    return f"{x.dtype} {list(x.shape)}{with_gradient}"
 
 
 def check_memory(specs, num_rollouts):

@@ -7,7 +7,6 @@ FINISH_S.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ import traceback
 from typing import NamedTuple
 
 from torchbeast import logs
+from torchbeast.flags import import_module
 from torchbeast.messages import BadInput, log
 from torchbeast.process import kill_group, start_python
 
@@ -133,8 +133,8 @@ def find(name):
     expected = "expected wandb, mlflow, or a module with a class Tracker"
     tracker = TRACKERS.get(name)
     try:
-        tracker = tracker or importlib.import_module(name).Tracker
-    except (ImportError, AttributeError, ValueError, TypeError) as e:
+        tracker = tracker or import_module(name).Tracker
+    except (BadInput, AttributeError) as e:
         raise BadInput(f"--track {name}: {e}; {expected}") from e
     package = getattr(tracker, "package", None)
     # W&B's users have a directory wandb here, which is no package.

@@ -129,6 +129,8 @@ class Turns(Rows):
         if ends:
             self._ended[e].add(agent)
             if agent not in self._begun[e]:
+                if self.seats.opponents is not None:  # Without a step, but a score.
+                    self._rewards[row], self._terminated[row] = reward, True
                 return True
             self._begun[e].remove(agent)
             self._metrics[row] = info.get("episode_metrics")

@@ -348,7 +348,7 @@ def number(x, name):
         return float(np.asarray(x).item())
     except (TypeError, ValueError, OverflowError) as e:
         text = f"{name} is {str(x)[:50]!r}, expected one number"
-        if name == "reward" and isinstance(x, (list, tuple, np.ndarray)):
+        if name[:6] == "reward" and isinstance(x, (list, tuple, np.ndarray)):
             text += " (a wrapper has to make one number of several objectives; several "
             text += "agents have one each in PettingZoo's Parallel API)"
         raise BadStep(text) from e
