@@ -228,17 +228,21 @@ WRONG_OUTPUTS = [
     (returning(action=None), r"\['policy_logits'\], expected 'action' in it"),
     (
         returning(value=lambda step: step["reward"][0]),
-        r"value of shape \[2\], expected",
+        r"value as torch.float32 \[2\], expected a tensor \[1, 2, ...\]",
+    ),
+    (
+        returning(value=lambda step: torch.zeros(3, 2)),
+        r"value as torch.float32 \[3, 2\], expected a tensor \[1, 2, ...\]",
     ),
     (
         returning(value=lambda step: {"a": torch.zeros(1)}),
-        r"value/a of shape \[1\], ex",
+        r"value/a as torch.float32 \[1\], ex",
     ),
     (returning(value=lambda step: 0 / step["reward"]), "value is not finite"),
     (returning(value=lambda step: 7), "value as int, expected a tensor"),
     (
         returning(value=lambda step: torch.zeros(1, 2, requires_grad=True)),
-        "value as a tensor with a gradient",
+        r"value as torch.float32 \[1, 2\] with a gradient",
     ),
     (
         returning(action=lambda step: step["reward"]),

@@ -130,20 +130,18 @@ def checked(result, step, initial):
         raise BadInput(f"act() returned {what}, expected (dict of outputs, core_state)")
     E = len(step["reward"])
     outputs, core_state = result
-    for path, x in leaves(outputs):
-        if not torch.is_tensor(x) or x.requires_grad:
-            what = (
-                "a tensor with a gradient" if torch.is_tensor(x) else type(x).__name__
-            )
-            raise BadInput(
-                f"act() returned {path} as {what}, expected a tensor without gradient "
-                "(@torch.inference_mode())"
-            )
-        if x.shape[:2] != (1, E):
-            raise BadInput(
-                f"act() returned {path} of shape {list(x.shape)}, expected "
-                f"[1, {E}, ...]"
-            )
+    for what, first, found in (
+        ("act()", 1, leaves(outputs)),
+        ("initial_state()", ".", leaves(initial, "core_state")),
+        ("act()", ".", leaves(core_state, "core_state")),
+    ):
+        for path, x in found:
+            of_rows = torch.is_tensor(x) and x.shape[1:2] == (E,)
+            if not of_rows or x.requires_grad or (first == 1 and len(x) != 1):
+                raise BadInput(
+                    f"{what} returned {path} as {kind(x)}, expected a tensor "
+                    f"[{first}, {E}, ...] without gradient (@torch.inference_mode())"
+                )
     check_outputs(outputs)
     for name in outputs:
         if name in (*step, "core_state", "version", "mask"):
@@ -154,18 +152,10 @@ def checked(result, step, initial):
     action, expected = describe(outputs["action"]), describe(last_action)
     if action != expected:
         raise BadInput(f"act() returned {action}, expected {expected}")
-    before, after = (
-        sorted(leaves(state, "core_state"), key=lambda leaf: leaf[0])
+    before, after = (  # In whatever order.
+        describe(dict(sorted(leaves(state, "core_state"))), "")
         for state in (initial, core_state)
     )
-    for what, state in (("initial_state()", before), ("act()", after)):
-        for path, x in state:
-            if not torch.is_tensor(x) or x.requires_grad or x.shape[1:2] != (E,):
-                raise BadInput(
-                    f"{what} returned {path} as {kind(x)}, expected a tensor "
-                    f"[., {E}, ...] without gradient"
-                )
-    before, after = (describe(dict(state), "") for state in (before, after))
     if before != after:
         raise BadInput(f"act() returned {after}, expected {before}")
     return result
