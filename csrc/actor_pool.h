@@ -60,7 +60,7 @@ using LearnerQueue = BatchingQueue<NoPayload>;
 //
 //   run()     blocks until stop(). Throws runtime_error, with what each server said, if
 //             none could be reached within connect_timeout_s. One that is connected may
-//             take welcome_timeout_s to make its environments.
+//             take welcome_timeout_s to make its environments, and is then asked again.
 //   accept()  steps the environments of a stream that a host has opened (listener.h), in
 //             the calling thread, until it ends. Nobody connects again.
 //   stop()    any thread, any time. Ends the streams, whatever the server does. Actors

@@ -65,7 +65,8 @@ def _sum_of_slices(parameters, loss, batch, reduction):
 def checked(result):
     """Returns what a loss function returned, (loss, statistics). Raises TypeError if it
     is something else."""
-    value, statistics = result if isinstance(result, tuple) else (result, None)
+    pair = isinstance(result, (tuple, list)) and len(result) == 2
+    value, statistics = result if pair else (result, None)
     if not torch.is_tensor(value) or not isinstance(statistics, dict):
         what = ", ".join(type(x).__name__ for x in (value, statistics))
         raise TypeError(f"loss() returned {what}, expected (loss, {{name: statistic}})")

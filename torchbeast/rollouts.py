@@ -157,7 +157,7 @@ def checked(result, step, initial):
         for state in (initial, core_state)
     )
     if before != after:
-        raise BadInput(f"act() returned {after}, expected {before}")
+        raise BadInput(f"act() returned {after}, expected {before or '()'}")
     return result
 
 

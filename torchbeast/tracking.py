@@ -133,9 +133,11 @@ def find(name):
     expected = "expected wandb, mlflow, or a module with a class Tracker"
     tracker = TRACKERS.get(name)
     try:
-        tracker = tracker or import_module(name).Tracker
-    except (BadInput, AttributeError) as e:
+        tracker = tracker or getattr(import_module(name), "Tracker", None)
+    except BadInput as e:
         raise BadInput(f"--track {name}: {e}; {expected}") from e
+    if tracker is None:
+        raise BadInput(f"--track {name}: it has no class Tracker; {expected}")
     package = getattr(tracker, "package", None)
     # W&B's users have a directory wandb here, which is no package.
     spec = package and importlib.util.find_spec(package)

@@ -261,8 +261,12 @@ def report(study):
         log.info("no trial is complete; the same command goes on")
         return
     picture = study.path / "trials.png"
-    plot(study, [t for t in trials if t.value is not None]).savefig(picture, dpi=120)
-    log.info("%s: the objective over trials and flags", picture)
+    figure = plot(study, [t for t in trials if t.value is not None])
+    try:
+        figure.savefig(picture, dpi=120)
+        log.info("%s: the objective over trials and flags", picture)
+    except OSError as e:
+        log.warning("%s: %s", picture, e.strerror)
     best = complete[0]
     words = study.words(best.params, f"{study.name},trial={best.number}")
     print(f"trial {best.number} is the best: {shlex.join(words)}", flush=True)
@@ -300,13 +304,18 @@ def tune(argv):
         raise BadInput("expected -- and a command, such as -- python -m monobeast")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     slots = make_slots(flags)
-    study = Study(flags, split_varied(words), command)
+    study = None
     try:
+        study = Study(flags, split_varied(words), command)
         return run_all(study.trials, slots)
+    except BrokenPipeError:
+        raise
     except OSError as e:  # The disk is full, for one.
-        raise BadInput(f"{study.path}: {e.strerror}") from e
+        where = study.path if study else "the study's journal"
+        raise BadInput(f"{where}: {e.strerror or e}") from e
     finally:
-        report(study)
+        if study:
+            report(study)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ class Turns(Rows):
     A step takes the action of one agent of each environment, and goes on to the next
     turn of an agent that can act; the last turns of those that have ended need no step
     of their own. An agent's episode begins with its first turn. One that ends before
-    that has no step at all. When no agent is left, the next step resets the
-    environment.
+    that has no step at all, but a score in a game against opponents. When no agent is
+    left, the next step resets the environment.
 
     waits: [rows] bool, which rows have no part in the newest step. Their observation is
-        all zeros, their reward 0; their action is ignored.
+        all zeros, their reward 0 or that score; their action is ignored.
     """
 
     def __init__(self, envs, *args):
