@@ -206,11 +206,11 @@ def test_a_study_goes_on_after_the_disk_was_full(savedir):
     args, more = ("--trials", 1, "--rate", "0.1:1"), ["--do", "learn"]
     pytest.importorskip("optuna")
     all_words, ends = words(*args, savedir=savedir, more=more), []
-    for size, where in ((2, f"{savedir}/tune"), (1, "the study's journal")):
-        full = ("bash", "-c", f'ulimit -f {size} && exec "$0" "$@"')  # In kilobytes.
+    for kilobytes in (2, 1):
+        full = ("bash", "-c", f'ulimit -f {kilobytes} && exec "$0" "$@"')
         result = run(*all_words, module="torchbeast.tune", prefix=full)
         assert result.returncode == 2, result.stderr
-        assert result.stderr.endswith(f"tune: error: {where}: File too large\n")
+        assert result.stderr.endswith(f"tune: error: {savedir}/tune: File too large\n")
         assert "Traceback" not in result.stderr
         ends.append((savedir / "tune/trials.journal").read_bytes()[-1:])
     assert ends[0] != b"\n"

@@ -8,6 +8,7 @@ from torchbeast import ranks
 from torchbeast.encoders import SLICE_BYTES
 from torchbeast.messages import log
 from torchbeast.nests import leaves, map_structure
+from torchbeast.rollouts import kind
 
 MIN_RECURRENT = 8  # Rollouts of a slice: an LSTM of fewer would take as long.
 MAX_STATISTICS = 1024  # Numbers in them.
@@ -71,10 +72,8 @@ def checked(result):
         what = ", ".join(type(x).__name__ for x in (value, statistics))
         raise TypeError(f"loss() returned {what}, expected (loss, {{name: statistic}})")
     if value.shape != () or not value.requires_grad:
-        what = (
-            f"{list(value.shape)}{'' if value.requires_grad else ' without gradient'}"
-        )
-        raise TypeError(f"loss() returned a loss {what}, expected [] with a gradient")
+        expected = "expected one with a gradient, of shape []"
+        raise TypeError(f"loss() returned a loss {kind(value)}, {expected}")
     return value, statistics
 
 

@@ -95,8 +95,19 @@ class Study:
         }
         self.known = check_flags(self.choices, command)
         self.path = pathlib.Path(known_flags.savedir, self.name)
-        self._open(flags.trials)
-        self.trials = [Trial(self, i) for i in range(flags.trials)]
+        with self.naming_its_path():
+            self._open(flags.trials)
+            self.trials = [Trial(self, i) for i in range(flags.trials)]
+
+    @contextlib.contextmanager
+    def naming_its_path(self):
+        """Raises BadInput, which names the study, for OSError: the disk may be full."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise  # Of who reads the output.
+        except OSError as e:
+            raise BadInput(f"{self.path}: {e.strerror or e}") from e
 
     def _open(self, num_trials):
         try:
@@ -108,8 +119,6 @@ class Study:
             )
         except files.Locked as e:
             raise BadInput(f"{self.path} is being tuned by {e}") from e
-        except OSError as e:
-            raise BadInput(f"--savedir {self.path.parent}: {e}") from e
         self.optuna = optuna.create_study(
             study_name=self.name,
             storage=optuna.storages.JournalStorage(backend),
@@ -304,18 +313,12 @@ def tune(argv):
         raise BadInput("expected -- and a command, such as -- python -m monobeast")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     slots = make_slots(flags)
-    study = None
+    study = Study(flags, split_varied(words), command)
     try:
-        study = Study(flags, split_varied(words), command)
-        return run_all(study.trials, slots)
-    except BrokenPipeError:
-        raise
-    except OSError as e:  # The disk is full, for one.
-        where = study.path if study else "the study's journal"
-        raise BadInput(f"{where}: {e.strerror or e}") from e
+        with study.naming_its_path():
+            return run_all(study.trials, slots)
     finally:
-        if study:
-            report(study)
+        report(study)
 
 
 if __name__ == "__main__":
