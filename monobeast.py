@@ -299,11 +299,8 @@ def train_with_actors(flags, actors, full_queue, learner, buffers, signals):
     num_cores = devices.num_update_cores(0.3, learner.agent, flags)
     threads.add("learner", learn, num_cores)
     signals.on_second = actors.kill
-    try:
-        actors.start()
-        threads.run(signals, end)
-    finally:
-        actors.stop()
+    actors.start()
+    threads.run(signals, end)
 
 
 def main(argv=None):

@@ -720,10 +720,8 @@ class ActorPool {
     [[nodiscard]] Nest<Array> state_of(const Group& group) const {
       if (width_ == num_envs_) return core_state_;
       return core_state_.map([&](const Array& array) {
-        const Array part = array.narrow(1, group.columns.begin, group.columns.num);
-        const Array result = allocate_array(heap_memory, part.dtype, part.shape);
-        copy(part, result);
-        return result;
+        const Columns columns = group.columns;
+        return copied(heap_memory, array.narrow(1, columns.begin, columns.num));
       });
     }
 

@@ -100,6 +100,13 @@ class Dims {
   }
   bool operator!=(const Dims& o) const { return !(*this == o); }
 
+  // These dimensions behind one more.
+  [[nodiscard]] Dims behind(int64_t value) const {
+    Dims result{value};
+    for (int i = 0; i < rank_; ++i) result.push_back((*this)[i]);
+    return result;
+  }
+
   // How many elements [begin, end) of these dimensions have.
   [[nodiscard]] int64_t product(int begin, int end) const {
     int64_t n = 1;
@@ -293,6 +300,13 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 [[nodiscard]] inline Array allocate_array(const Allocate& allocate, DType dtype,
                                           const Dims& shape) {
   return {dtype, shape, contiguous_strides(shape), allocate(num_bytes(dtype, shape))};
+}
+
+// A contiguous copy. Throws bad_alloc.
+[[nodiscard]] inline Array copied(const Allocate& allocate, const Array& array) {
+  const Array result = allocate_array(allocate, array.dtype, array.shape);
+  copy(array, result);
+  return result;
 }
 
 // Arrays that lie in one piece of memory, one after the other. It lives as long as any

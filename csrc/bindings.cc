@@ -211,11 +211,6 @@ py::object dequeue_many(Queue* queue) {
   return to_python(batch.arrays);
 }
 
-std::unique_ptr<DynamicBatcher::Batch> get_batch(DynamicBatcher* batcher) {
-  WithoutGil without_gil;
-  return batcher->get_batch(&without_gil);
-}
-
 py::list to_dicts(const std::vector<ActorPool::Status>& statuses) {
   py::list result;
   for (const ActorPool::Status& s : statuses) {
@@ -456,7 +451,10 @@ Blocking calls release the GIL; they end on close(), and in the main thread on C
       .def("__iter__", [](const py::object& self) { return self; })
       .def(
           "__next__",
-          [](DynamicBatcher& self) { return next([&] { return get_batch(&self); }); },
+          [](DynamicBatcher& self) {
+            WithoutGil without_gil;
+            return next([&] { return self.get_batch(&without_gil); });
+          },
           "Blocks until a batch is ready.")
       .def("size", &DynamicBatcher::size, "How many calls wait to be part of a batch.")
       .def("close", &DynamicBatcher::close,
@@ -551,13 +549,9 @@ A stream that fails costs its unfinished rollout; the actor connects again.)")
                        int64_t max_message_bytes, std::optional<int64_t> max_envs,
                        std::optional<int64_t> allowed_rollouts) {
              // Copied: actors are threads without the GIL.
-             const Nest<Array> state =
-                 to_arrays(initial_state).map([](const Array& array) {
-                   const Array owned =
-                       allocate_array(heap_memory, array.dtype, array.shape);
-                   copy(array, owned);
-                   return owned;
-                 });
+             const Nest<Array> state = to_arrays(initial_state).map([](const Array& x) {
+               return copied(heap_memory, x);
+             });
              return std::make_unique<ActorPool>(
                  ActorPool::Options{
                      unroll_length, burn_in, one_episode, seed, connect_timeout_s,

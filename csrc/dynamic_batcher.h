@@ -164,12 +164,8 @@ class DynamicBatcher {
       const Nest<Array> checked = outputs_->in_order(outputs);
       if (blocking != nullptr && num_bytes(checked.leaves) > kLongCopy)
         blocking->begin();
-      const Nest<Array> copies = checked.map([this](const Array& array) {
-        const Array owned =
-            allocate_array(outputs_->allocate, array.dtype, array.shape);
-        copy(array, owned);
-        return owned;
-      });
+      const Nest<Array> copies = checked.map(
+          [this](const Array& array) { return copied(outputs_->allocate, array); });
       outputs_->are_first(copies);
       answered_ = true;
       int64_t begin = 0;

@@ -21,14 +21,7 @@ namespace internal {
 
 // The same elements as one step of time: [1, ...].
 inline Array as_one_step(const Array& array) {
-  Array result = array;
-  result.shape = {1};
-  result.strides = {0};
-  for (int i = 0; i < array.shape.rank(); ++i) {
-    result.shape.push_back(array.shape[i]);
-    result.strides.push_back(array.strides[i]);
-  }
-  return result;
+  return {array.dtype, array.shape.behind(1), array.strides.behind(0), array.data};
 }
 
 }  // namespace internal
@@ -56,12 +49,13 @@ class Rollout {
     structure_.keys = step.structure->keys;
     structure_.children = step.structure->children;
     for (const ArraySpec& leaf : step.leaves) {
-      steps_.push_back(allocate(T_ + 1, leaf.dtype, leaf.shape));
+      const Dims shape = leaf.shape.behind(T_ + 1);
+      steps_.push_back(allocate_array(heap_memory, leaf.dtype, shape));
     }
     if (masked) {
-      const Dims rows{entry("done").shape[1]};
+      const Dims shape{T_ + 1, entry("done").shape[1]};
       add_entry("mask", Structure{Kind::kLeaf, {}, {}});
-      steps_.push_back(allocate(T_ + 1, {DType::kBool, 8}, rows));
+      steps_.push_back(allocate_array(heap_memory, {DType::kBool, 8}, shape));
     }
   }
 
@@ -157,12 +151,6 @@ class Rollout {
   }
 
  private:
-  static Array allocate(int64_t times, DType dtype, const Dims& shape) {
-    Dims with_time{times};
-    for (int i = 0; i < shape.rank(); ++i) with_time.push_back(shape[i]);
-    return allocate_array(heap_memory, dtype, with_time);
-  }
-
   [[nodiscard]] static Array place(const Array& array, int64_t t, Columns columns) {
     return array.narrow(0, t, 1).narrow(1, columns.begin, columns.num);
   }

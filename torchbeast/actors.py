@@ -416,10 +416,8 @@ class ActorProcesses:
         with self._lock:
             self._stopping = True
             for actor in self._actors:
-                try:
+                with contextlib.suppress(OSError):  # Dead.
                     actor.connection.send(None)
-                except OSError:
-                    pass
 
     def __enter__(self):
         return self

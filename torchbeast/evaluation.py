@@ -57,10 +57,8 @@ class Evaluator:
         threading.Thread(target=self._send, args=(data,), daemon=True).start()
 
     def _send(self, data):
-        try:
+        with contextlib.suppress(OSError):  # It has ended: take() finds out.
             self._connection.send_bytes(data)
-        except OSError:
-            pass  # The process has ended: take() finds out.
 
     def take(self):
         """Returns what is logged of the evaluation that has ended since the last call,

@@ -17,13 +17,6 @@ from torchbeast.messages import BadInput, first_line, log
 FORMAT = 2
 
 
-def credit_of(agent):
-    """Returns the replay.Credit, or Mixer, of an agent whose replay is to be saved, or
-    None."""
-    credit = getattr(agent, "credit", None)
-    return credit if credit is not None and agent.flags.save_replay else None
-
-
 def check(flags):
     """Raises BadInput if there are several learners."""
     if flags.save_replay and ranks.current.num > 1:

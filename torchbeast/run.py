@@ -340,9 +340,7 @@ class Run:
             self._write_row()
         else:
             self._put_together()
-        if self.flags.disable_checkpoint:
-            return
-        if ranks.current.rank > 0:
+        if self.flags.disable_checkpoint or ranks.current.rank > 0:
             return
         saved = self._state(agent)
         mean = sum(self.returns) / max(1, len(self.returns))
@@ -355,7 +353,8 @@ class Run:
             if best:
                 checkpoint.write(self.path / "best.tar", saved)
             checkpoint.write(self.checkpoint_path, saved)
-        if credit := replay_files.credit_of(agent):
+        credit = getattr(agent, "credit", None)  # Several policies have none.
+        if credit is not None and self.flags.save_replay:
             replay_files.save(self.path / "replay.bin", credit, self.step)
         self._best = saved["best"]
         self._saved_at, self._saved_step = time.monotonic(), self.step

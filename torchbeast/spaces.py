@@ -337,7 +337,7 @@ class Action:
 def _action_leaves(space, keys=()):
     entries = children(space)
     _check_keys(space)
-    if entries is not None and len(keys) < MAX_DEPTH and entries:
+    if entries and len(keys) < MAX_DEPTH:
         for key, part in entries:
             yield from _action_leaves(part, (*keys, key))
     elif (

@@ -42,11 +42,9 @@ class Threads:
         """Starts the threads, and calls watch() once a second until one of them ends or
         a signal comes. Then calls end(), which has to make the others end,
         and waits for all. Raises the first error of any of them."""
-        started = []
         try:
             for thread in self._threads:
                 thread.start()
-                started.append(thread)
             watched_at = time.monotonic()
             # A handler may not set an Event that this thread may be waiting for.
             while not self.stop.wait(0.2):
@@ -60,7 +58,7 @@ class Threads:
         finally:
             self.stop.set()
             end()
-            for thread in started:
+            for thread in self._threads:  # One that was not started is not alive.
                 while thread.is_alive():
                     thread.join(5)
                     if ranks.current.lost:  # It may wait for the others for ever.

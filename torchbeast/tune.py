@@ -129,8 +129,7 @@ class Study:
             direction="maximize",
             load_if_exists=True,
         )
-        python, *words = self.command  # One Python has several names.
-        words = [python, *words, *(f"{k}={x}" for k, x in self.ranges.items())]
+        words = [*self.command, *(f"{k}={x}" for k, x in self.ranges.items())]
         before = self.optuna.user_attrs.get("command", words)
         if changed := difference(before, words):
             what = f"{self.path} is of another command, which {changed}"

@@ -37,14 +37,11 @@ class Union:
         """Returns what an agent of a policy has observed, and an info with its mask.
         acts: whether it takes an action; else all of its choices are allowed."""
         _, masks = self._parts[policy]
+        mask = {p: np.ones(n, bool) for p, n in self._num_choices.items()}
         if acts or masks.of_observation or NAME in info:
             x = masks.take(x, info, 0)
-            own = masks.of_step(np.array([not acts]))
-        else:
-            own = None
-        mask = {p: np.ones(n, bool) for p, n in self._num_choices.items()}
-        if own is not None:
-            mask[policy] = own[0]
+            if (own := masks.of_step(np.array([not acts]))) is not None:
+                mask[policy] = own[0]
         in_order = [mask[p] for p in self.spaces[1].spaces]
         return {**self._zeros, policy: x}, {NAME: np.concatenate(in_order)}
 

@@ -33,8 +33,7 @@ inline Array count_up(const Dims& shape, int32_t first = 0) {
 
 // The elements of an int32 array of any strides, in row-major order.
 inline std::vector<int32_t> elements(const Array& array) {
-  const Array packed = allocate_array(heap_memory, array.dtype, array.shape);
-  copy(array, packed);
+  const Array packed = copied(heap_memory, array);
   const auto* begin = reinterpret_cast<const int32_t*>(packed.data.get());
   return {begin, begin + array.shape.product()};
 }

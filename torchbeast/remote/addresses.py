@@ -53,7 +53,7 @@ def of_flag(flag, text, check):
 
 
 def reason(error):
-    """Returns why read() has failed."""
+    """Returns what the system says of an error, or else its message."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -100,5 +100,5 @@ def why_not_free(address):
                 s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As gRPC.
                 s.bind(name)
     except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host.
-        return getattr(e, "strerror", None) or str(e)
+        return reason(e)
     return None

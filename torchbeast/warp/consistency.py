@@ -189,12 +189,11 @@ def _move(reference, state, action, dtype):
         tolerance = TOLERANCES[dtype]
         return np.isclose(x, y, tolerance, tolerance, equal_nan=True)
 
-    result = reference.move(map_structure(np.copy, state), action)
+    result, sure = _all_sure(reference.move(map_structure(np.copy, state), action))
     again = reference.move(map_structure(np.copy, state), action)
     for (path, x), (_, y) in zip(leaves(result), leaves(again)):
         if not np.array_equal(x, y, equal_nan=np.asarray(x).dtype.kind == "f"):
             raise Mismatch(f"the reference's move() returns two results: {path}")
-    sure = map_structure(lambda x: np.ones(np.shape(x), bool), result)
     for sign in (1, -1):
         by = sign * ROUNDINGS[dtype]
         near = map_structure(lambda x, by=by: rounded(x, by), state)
