@@ -110,12 +110,40 @@ MATRIX = [
     ("Pong", "pong", atari("Pong"), 1, dict(IMPALA=15, PPO=15, PQN=15)),
     ("Breakout", "breakout", atari("Breakout"), 3, dict(IMPALA=100, PPO=60, PQN=100)),
 ]  # fmt: skip
+WITH_REPLAY = "DQN", "R2D2", "SAC", "TD3"
 for env, short, flags, millions, aims, *fewer in MATRIX:
     for agent, aim in aims.items():
-        with_replay = agent in ("DQN", "R2D2", "SAC", "TD3")
+        with_replay = agent in WITH_REPLAY
         num_steps = round(1e6 * (fewer[0] if fewer and with_replay else millions))
         name = f"{agent.lower()}-{short}"
         declare(name, "matrix", agent, env, flags, num_steps, 3, aim)
+
+# Environments whose results chose no default, but for PQN's lambda (MountainCar) and
+# --churn_reduction (FrozenLake, MiniGrid). Thousands of steps, those of agents with a
+# replay if they differ, agents.
+CHOICES, NUMBERS = "IMPALA PPO DQN PQN", "IMPALA PPO SAC TD3"
+for env, thousands, with_replay, agents in [
+    ("FrozenLake-v1", 100, 100, CHOICES),
+    ("CliffWalking-v1", 100, 100, CHOICES),
+    ("Taxi-v4", 300, 300, CHOICES),
+    ("Blackjack-v1", 100, 100, CHOICES),
+    ("MountainCar-v0", 300, 300, CHOICES),
+    ("MiniGrid-Empty-8x8-v0", 200, 200, CHOICES),
+    ("MountainCarContinuous-v0", 200, 40, NUMBERS),
+    ("InvertedPendulum-v5", 200, 20, NUMBERS),
+    ("InvertedDoublePendulum-v5", 300, 40, NUMBERS),
+    ("Reacher-v5", 300, 50, NUMBERS),
+    ("Swimmer-v5", 500, 50, NUMBERS),
+    ("BipedalWalker-v3", 1000, 200, NUMBERS),
+    ("Walker2d-v5", 1000, 200, NUMBERS),
+    ("Ant-v5", 1000, 200, NUMBERS),
+]:
+    for agent in agents.split():
+        num_steps = with_replay if agent in WITH_REPLAY else thousands
+        name = f"{agent.lower()}-{env.lower().rpartition('-')[0]}"
+        module = "examples.rnd.env:torchbeast/" if "MiniGrid" in env else ""
+        declare(name, "others", agent, env, f"--env {module}{env}",
+                1000 * num_steps, 1)  # fmt: skip
 
 M = 1_000_000
 for agent, group, games, num_steps, num_seeds, prefix, suffix in [
