@@ -13,6 +13,7 @@ from tests.test_spaces import Sampler
 from torchbeast.environment import Environment
 from torchbeast.images import image_shape, large_image
 from torchbeast.messages import BadInput
+from torchbeast.spaces import BadStep
 
 
 def box(*shape, low=0, high=255, dtype=np.uint8):
@@ -92,6 +93,17 @@ def test_only_the_entries_that_are_larger_images_become_smaller():
         assert observation[name].shape == (2, *shape)
     assert [x.shape for x in observation["pose"]] == [(2, 30), (2, 2, 12, 12)]
     assert env.texts == ["observation/mission"]
+
+
+def test_numbers_of_an_image_that_are_none_of_its_ids_are_refused_by_name():
+    space = spaces.Dict(camera=SPACE["camera"], glyphs=SPACE["glyphs"])
+    env = Environment([Sampler(space, spaces.Discrete(2), 0)])
+    observation = {name: x[0] for name, x in env.initial(0)["observation"].items()}
+    expected = "glyphs has numbers from 0 to 5977, expected 0 to 5976, ids of things"
+    observation["glyphs"][:] = 0
+    observation["glyphs"][3, 4] = 5977
+    with pytest.raises(BadStep, match=expected):
+        env.env.observations.stack([observation])
 
 
 def test_entries_beside_text_become_smaller_in_any_order():

@@ -157,7 +157,10 @@ def test_environment_of_gym_0_26_is_seeded_by_its_reset():
             self.given = kwargs["seed"]
             return self.env.reset()
 
-    for env in Late(0), Wrapped(0):
+    class Remembers(Late):
+        seed = 7
+
+    for env in Late(0), Wrapped(0), Remembers(0):
         Environment(env).initial(5)
         assert env.given == derive_seed(5, 0)
 

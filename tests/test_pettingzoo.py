@@ -12,7 +12,7 @@ from gymnasium import spaces
 from tests import envs, parallel_envs, turn_envs
 from tests.programs import args, both, main, poly_first, refusal, succeeds
 from torchbeast import environment, play
-from torchbeast.messages import BadInput
+from torchbeast.messages import BadInput, log
 from torchbeast.remote import servers
 from torchbeast.seeds import derive_seed
 from torchbeast.spaces import BadStep
@@ -233,6 +233,13 @@ def test_an_environment_of_gymnasium_stays_one_whatever_it_has():
 
     env = environment.Environment([Team(), Team()])
     assert isinstance(env.env, Separate) and (env.num_envs, env.num_agents) == (2, 1)
+
+
+def test_an_environment_without_a_close_is_closed_without_a_word(caplog, monkeypatch):
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.delattr(parallel_envs.Crowd, "close")
+    environment.Environment([parallel_envs.Crowd()]).close()
+    assert caplog.text == ""
 
 
 def test_a_vector_environment_says_how_many_agents_an_environment_has():

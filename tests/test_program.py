@@ -37,6 +37,7 @@ from tests.programs import (
 )
 from torchbeast import actors, display, gradients
 from torchbeast.log_writer import COLUMNS
+from torchbeast.messages import first_line, log, setup_logging
 from torchbeast.stages import STAGES
 
 FAULTY = "tests.faulty_envs:"
@@ -51,6 +52,24 @@ def small_run(savedir, *others, **kwargs):
 
 def serial_run(savedir, *others, **kwargs):
     return small_run(savedir, *SERIAL, *others, **kwargs)
+
+
+# Log lines.
+
+
+def test_a_runs_log_has_what_was_said_before_there_was_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "handlers", [])
+    setup_logging()
+    log.warning("early")
+    setup_logging(tmp_path / "out.log")
+    log.info("late")
+    lines = (tmp_path / "out.log").read_text().splitlines()
+    assert [line.partition("] ")[2] for line in lines] == ["early", "late"]
+
+
+def test_an_error_without_a_message_is_told_by_its_type():
+    assert first_line(AssertionError()) == "AssertionError"
+    assert first_line(AssertionError("\nno")) == "AssertionError: no"
 
 
 # A whole run.

@@ -51,7 +51,7 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import VectorEnv
 
 from torchbeast import hints, images, masks, pettingzoo, seats, turns
-from torchbeast.calls import Call, NotWanted, count_steps, create, tell_slow
+from torchbeast.calls import Call, count_steps, create, tell_slow
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.nests import replaced
 from torchbeast.old_gym import OldGym
@@ -217,8 +217,7 @@ class Environment:
                 self.env = Separate(envs)
         if not hasattr(self.env, "seats"):
             seats.refuse(policies, opponents, self.env.name)
-        if resize is not None or layout is not None:
-            images.prepare(self.env.observations, resize, layout)
+        images.prepare(self.env.observations, resize, layout)
         self.num_acting = self.num_agents if self.env.waits is None else 1
         self.name = self.env.name
         self._naming = Naming(self.name)
@@ -438,7 +437,5 @@ def try_step(env):
         env.step(env.some_action())
     except BadStep as e:
         raise BadInput(str(e)) from e
-    except NotWanted:
-        raise
     except Exception:
         pass

@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from torchbeast.flags import number
 from torchbeast.messages import BadInput
-from torchbeast.spaces import MAX_CHOICES, children
+from torchbeast.spaces import MAX_CHOICES, BadStep, children, space_leaves
 
 LAYOUTS = ("HWC", "CHW", "numbers")
 MIN_SIDE = 10  # Smaller images are vectors: convolutions have nothing to halve.
@@ -123,18 +123,21 @@ def large_image(space):
 def prepare(observations, resize=None, layout=None):
     """Has spaces.Observations take its images to be as --observation_layout says, and
     make them as small as --resize says: images with a longer side become square. Ids
-    stay as they are, as there is no mean of two."""
-    resizers = []
+    stay as they are, as there is no mean of two, and none may exceed its bounds."""
+    names = [name for _, name, *_ in space_leaves(observations.space)]
+    functions = []
 
     def leaf(space):
         if layout is not None and isinstance(space, spaces.Box):
             space = _with_layout(space, layout)
-        resizer = None
-        if resize is not None and is_image(space) and not num_ids(space):
-            if max(image_shape(space)[1][:2]) > resize:
-                resizer = Resizer(space, resize)
-                space = resizer.space
-        resizers.append(resizer)
+        function = None
+        if is_image(space):
+            if n := num_ids(space):
+                function = _ids(n, names[len(functions)])
+            elif resize is not None and max(image_shape(space)[1][:2]) > resize:
+                function = Resizer(space, resize)
+                space = function.space
+        functions.append(function)
         return space
 
     space = _map_leaves(leaf, observations.space)
@@ -144,7 +147,22 @@ def prepare(observations, resize=None, layout=None):
             f"expected an image with sides of {MIN_SIDE} or more; without the flag "
             "they are numbers"
         )
-    observations.convert(space, resizers)
+    observations.convert(space, functions)
+
+
+def _ids(n, name):
+    """Returns a function of images [E, ...], which raises BadStep if a number is none
+    of n ids: to the network it would be the last of them."""
+
+    def checked(x):
+        if x.min() < 0 or x.max() >= n:
+            raise BadStep(
+                f"{name} has numbers from {x.min()} to {x.max()}, expected 0 to "
+                f"{n - 1}, ids of things, as its space declares"
+            )
+        return x
+
+    return checked
 
 
 def _map_leaves(fn, space):

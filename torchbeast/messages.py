@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 
 
 class Log(logging.Logger):
@@ -24,9 +24,22 @@ log = Log("torchbeast", logging.INFO)
 REMIND_S = 60  # What comes over and over is logged again after this, then twice this.
 
 
+class Early(logging.Handler):
+    """Keeps the last lines until there is a file for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = deque(maxlen=100)
+
+    def emit(self, record):
+        self.records.append(record)
+
+
 def setup_logging(path=None, rank=0):
-    """Sends log lines to stderr, and to the file at path. Of learners of other ranks
-    than 0 only warnings go to stderr."""
+    """Sends log lines to stderr, and to the file at path, with those that were logged
+    before there was a path. Of learners of other ranks than 0 only warnings go to
+    stderr."""
+    early = [r for h in log.handlers if isinstance(h, Early) for r in h.records]
     for handler in log.handlers[:]:
         log.removeHandler(handler)
         handler.close()
@@ -36,11 +49,13 @@ def setup_logging(path=None, rank=0):
     logging.raiseExceptions = False  # A full disk must not hide what goes to stderr.
     handlers = [logging.StreamHandler()]
     handlers[0].setLevel(logging.WARNING if rank > 0 else logging.INFO)
-    if path is not None:
-        handlers.append(logging.FileHandler(path))
+    handlers.append(Early() if path is None else logging.FileHandler(path))
     for handler in handlers:
         handler.setFormatter(line)
         log.addHandler(handler)
+    if path is not None:
+        for record in early:
+            handlers[1].handle(record)
 
 
 def _thread_excepthook(args):
@@ -72,7 +87,8 @@ def first_line(error, with_type=True):
     characters."""
     lines = [line for line in str(error).splitlines() if line.strip()][:1]
     line = "".join(c for c in "".join(lines) if c.isprintable())
-    return f"{type(error).__name__}: {line}" if with_type else line
+    name = type(error).__name__
+    return line if not with_type else f"{name}: {line}" if line else name
 
 
 class Repeated:

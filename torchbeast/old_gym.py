@@ -49,20 +49,13 @@ class OldGym(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        try:
-            parameters = inspect.signature(self.env.reset).parameters.values()
-        except (TypeError, ValueError):  # It is a function in C.
-            parameters = ()
-        takes_seed = any(
-            p.name == "seed" or p.kind == p.VAR_KEYWORD for p in parameters
-        )
         if seed is None:
             result = self.env.reset()
-        elif hasattr(self.env, "seed"):
+        elif callable(getattr(self.env, "seed", None)):
             self.env.seed(seed)
             result = self.env.reset()
         else:  # Gym 0.26.
-            result = self.env.reset(**({"seed": seed} if takes_seed else {}))
+            result = _call(self.env.reset, seed=seed)
         if isinstance(result, tuple) and len(result) == 2:
             if isinstance(result[1], dict):  # Gym 0.26, and look-alikes.
                 return result
@@ -78,15 +71,21 @@ class OldGym(gymnasium.Env):
         return observation, reward, bool(done) and not truncated, truncated, info
 
     def render(self):
-        parameters = inspect.signature(self.env.render).parameters.values()
-        takes_mode = any(
-            p.name == "mode" or p.kind is p.VAR_KEYWORD for p in parameters
-        )
-        return self.env.render(**({"mode": "rgb_array"} if takes_mode else {}))
+        return _call(self.env.render, mode="rgb_array")
 
     def close(self):
         if hasattr(self.env, "close"):
             self.env.close()
+
+
+def _call(method, **argument):
+    """Calls a method with an argument if it takes that, else without."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # It is a function in C.
+        parameters = ()
+    takes = any(p.name in argument or p.kind is p.VAR_KEYWORD for p in parameters)
+    return method(**argument if takes else {})
 
 
 def as_space(space) -> spaces.Space:

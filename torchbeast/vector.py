@@ -112,9 +112,10 @@ class Separate:
     def close(self):
         errors = []
         for env in self.envs:
+            close = getattr(env, "close", lambda: None)  # PettingZoo's may have none.
             try:
                 with Call(f"close() of {self.name}", closing=True):
-                    env.close()
+                    close()
             except Exception as e:
                 errors.append(e)
         if errors:

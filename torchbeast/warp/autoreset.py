@@ -216,6 +216,6 @@ def raised(error):
     others = *map(os.path.dirname, files), "<frozen"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
-            where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+            where = f"{frame.filename}, line {frame.lineno}"
             return f"{first_line(error)} ({where})"
     return first_line(error)

@@ -184,7 +184,7 @@ class _Check:
         what = f"{name}() raised {raised(error)}"
         if self.device.type == "cpu":
             return what
-        if "device" in str(error):
+        if "device" in str(error) or "out of meta tensor" in str(error):
             what = f"{name}() makes tensors on another device ({raised(error)})"
             return f"{what}: use device=u.device"
         what = f"{name}() looks at the values of tensors ({raised(error)})"
