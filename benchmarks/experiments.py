@@ -160,9 +160,6 @@ for agent, group, games, num_steps, num_seeds, prefix, suffix in [
     ("IMPALA", "published", "BeamRider Qbert Seaquest SpaceInvaders", 5 * M, 1,
      "impala", "-5m"),
     ("IMPALA, PolyBeast", "published", "Breakout", 10 * M, 1, "polybeast", "-10m"),
-    ("PPO, Atari's preset", "published", "Pong", 3 * M, 1, "ppo-preset", ""),
-    ("DQN, preset", "published", "Pong", 10 * M, 1, "dqn-preset", "-10m"),
-    ("R2D2, preset", "published", "Pong", 10 * M, 1, "r2d2-preset", "-10m"),
 ]:  # fmt: skip
     for game in games.split():
         declare(f"{prefix}-{game.lower()}{suffix}", group, agent, game, atari(game),
@@ -200,7 +197,7 @@ for agent, robots, num_steps, num_seeds, prefix in [
 for agent, prefix, env, flags, num_steps in [
     ("A2C", "a2c", "Pong", atari("Pong"), M),
     ("PQN, Atari's preset", "pqn-preset", "Pong", atari("Pong"), M),
-    ("PPO, Atari's preset", "ppo-preset-1m", "Pong", atari("Pong"), M),
+    ("PPO, Atari's preset", "ppo-preset", "Pong", atari("Pong"), M),
     ("DQN, preset", "dqn-preset", "Pong", atari("Pong"), M),
     ("Rainbow", "rainbow", "Pong", atari("Pong"), M),
     ("R2D2, preset", "r2d2-preset", "Pong", atari("Pong"), M),
@@ -274,12 +271,6 @@ TABLES = {
         "Stable-Baselines3, A2C": "sb3-a2c-qbert-1",
         "Stable-Baselines3, PPO": "sb3-ppo-qbert-1",
     }, "qbert-sb3"),
-    "pong-agents": ("milestones", {
-        "IMPALA": ("impala-pong-10m-1", (0, 15)),
-        "PPO": ("ppo-preset-pong-1", (0, 15, 18)),
-        "DQN": ("dqn-preset-pong-10m-1", (0, 10, 15, 18, 20)),
-        "R2D2": ("r2d2-preset-pong-10m-1", (0, 10, 15, 18, 20)),
-    }),
     "minatar-examples": ("after", (100_000, 500_000, M), {
         "`--agent examples.minatar.dqn`": "minatar-dqn-1",
         "`--agent examples.minatar.agent` (IMPALA)": "minatar-impala-1",
@@ -297,12 +288,6 @@ PICTURES = {
     "games": ("Atari, IMPALA", {
         game: [f"impala-{game.lower()}-5m-1"]
         for game in ("BeamRider", "Seaquest", "SpaceInvaders")
-    }),
-    "pong-agents": ("PongNoFrameskip-v4", {
-        "IMPALA": ["impala-pong-10m-1"],
-        "PPO": ["ppo-preset-pong-1"],
-        "DQN": ["dqn-preset-pong-10m-1"],
-        "R2D2": ["r2d2-preset-pong-10m-1"],
     }),
     "minatar-examples": ("MinAtar/Breakout-v1", {
         "examples.minatar.dqn": ["minatar-dqn-1"],
