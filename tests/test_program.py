@@ -9,6 +9,7 @@ import random
 import re
 import shlex
 import signal
+import sys
 import threading
 import time
 import types
@@ -60,7 +61,8 @@ def serial_run(savedir, *others, **kwargs):
 def test_a_runs_log_has_what_was_said_before_there_was_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "handlers", [])
     setup_logging()
-    log.warning("early")
+    log.warning("%s", error := ValueError("early"))
+    assert sys.getrefcount(error) == 2  # Whose frames may hold an environment.
     setup_logging(tmp_path / "out.log")
     log.info("late")
     lines = (tmp_path / "out.log").read_text().splitlines()

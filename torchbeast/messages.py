@@ -32,6 +32,8 @@ class Early(logging.Handler):
         self.records = deque(maxlen=100)
 
     def emit(self, record):
+        # As a text: an error among the arguments would keep its frames.
+        record.msg, record.args = record.getMessage(), None
         self.records.append(record)
 
 
@@ -87,8 +89,10 @@ def first_line(error, with_type=True):
     characters."""
     lines = [line for line in str(error).splitlines() if line.strip()][:1]
     line = "".join(c for c in "".join(lines) if c.isprintable())
+    if not with_type:
+        return line
     name = type(error).__name__
-    return line if not with_type else f"{name}: {line}" if line else name
+    return f"{name}: {line}" if line else name
 
 
 class Repeated:
