@@ -736,6 +736,12 @@ class ActorPool {
       }
       rollout_.write_step(++group->t, step_.leaves, columns);
       if (group->t == 0) return;
+      if (options_.one_episode && rollout_.is_first(group->t, columns.begin)) {
+        // Of an agent that had left: its rollout begins anew, until it has an episode.
+        group->initial_core_state = state_of(*group);
+        rollout_.write_step(group->t = 0, step_.leaves, columns);
+        return;
+      }
       const bool last =
           options_.one_episode && rollout_.is_last(group->t, columns.begin);
       if (group->t < num_actions_ && !last) return;

@@ -99,12 +99,14 @@ class Rollout {
     move(outputs_, overlap_ - 1);
   }
 
-  // Whether an episode ended with the step [E, ...] of one environment.
+  // Whether an episode begins with the step [E, ...] of one environment.
+  [[nodiscard]] bool is_first(int64_t t, int64_t e) const {
+    return is_true("done", t, e);
+  }
+
+  // Whether an episode ended with it.
   [[nodiscard]] bool is_last(int64_t t, int64_t e) const {
-    const auto is_true = [&](const char* name) {
-      return place(entry(name), t, {e, 1}).data.get()[0] != std::byte{0};
-    };
-    return is_true("terminated") || is_true("truncated");
+    return is_true("terminated", t, e) || is_true("truncated", t, e);
   }
 
   // outputs: a dict of [1, E, ...].
@@ -153,6 +155,10 @@ class Rollout {
  private:
   [[nodiscard]] static Array place(const Array& array, int64_t t, Columns columns) {
     return array.narrow(0, t, 1).narrow(1, columns.begin, columns.num);
+  }
+
+  [[nodiscard]] bool is_true(const char* name, int64_t t, int64_t e) const {
+    return place(entry(name), t, {e, 1}).data.get()[0] != std::byte{0};
   }
 
   // array: [1, num], of one element a row.

@@ -153,19 +153,25 @@ def test_rollouts_are_what_the_environment_does_step_by_step(num_envs, burn_in):
         np.testing.assert_array_equal(rollout["core_state"], np.full((1, 1, 2), k * T))
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_rollouts_of_one_episode_are_padded_and_masked(num_envs):
+@pytest.mark.parametrize(
+    ("env", "num_envs"),
+    [
+        ("CartPole-v1", 1),  # Its pole falls after 8 to 10 steps to one side.
+        ("CartPole-v1", 3),
+        ("tests.parallel_envs:Crowd", 2),  # Its agents leave and join.
+    ],
+)
+def test_rollouts_of_one_episode_are_padded_and_masked(env, num_envs):
     num_steps = 200
-    env = "CartPole-v1"  # Its pole falls after 8 to 10 steps to one side.
     local = Environment(make(env, num_envs))
     steps = [local.initial(derive_seed(3, 0, 0, 0))]
     for _ in range(num_steps):
-        steps.append(local.step(np.ones(num_envs, np.int64)))
+        steps.append(local.step(np.ones(local.num_envs, np.int64)))
     with server(num_envs, env=env) as (address, _):
         with Learner([address], seed=3, one_episode=True) as learner:
             expected = [
                 (e, *r)
-                for e in range(num_envs)
+                for e in range(local.num_envs)
                 for r in one_episode_rollouts(steps, e, T)
             ]
             rollouts = learner.rollouts(len(expected))

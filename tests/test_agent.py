@@ -24,6 +24,7 @@ import polybeast
 import r2d2
 from tests import envs
 from tests.faulty_envs import Nested
+from tests.parallel_envs import Crowd
 from tests.programs import read_logs, succeeds
 from torchbeast import actors, checkpoint, environment, rollouts, seeds
 from torchbeast.encoders import make_encoder
@@ -349,12 +350,14 @@ def test_buffers_that_shared_memory_has_no_room_for_are_refused():
 
 
 def one_episode_rollouts(steps, e, unroll_length):
-    """[(begin, end)] of environment e's rollouts by the definition: they end with their
-    episode, or after T steps."""
-    begin, result = 0, []
-    for t in range(1, len(steps)):
-        if begin is None:
-            begin = t if steps[t]["done"][e] else None
+    """[(begin, end)] of row e's rollouts by the definition: they end with their
+    episode, or after T steps, and have no step of an agent that is out."""
+    begin, result = None, []
+    for t in range(len(steps)):
+        if steps[t]["done"][e]:
+            begin = t
+        elif begin is None:
+            pass
         elif steps[t]["terminated"][e] or steps[t]["truncated"][e]:
             result.append((begin, t))
             begin = None
@@ -364,13 +367,17 @@ def one_episode_rollouts(steps, e, unroll_length):
     return result
 
 
-@pytest.mark.parametrize("use_lstm", [[], ["--use_lstm"]])
-def test_rollouts_of_one_episode_are_padded_and_masked(use_lstm):
-    num_envs = 3
-    flags = parse("--envs_per_actor", num_envs, "--one_episode_rollouts", *use_lstm)
-    env = environment.Environment(
-        [gymnasium.make("CartPole-v1") for _ in range(num_envs)]
-    )
+@pytest.mark.parametrize(
+    ("make_env", "use_lstm"),
+    [
+        (lambda: gymnasium.make("CartPole-v1"), []),
+        (lambda: gymnasium.make("CartPole-v1"), ["--use_lstm"]),
+        (Crowd, ["--use_lstm"]),  # Its agents leave and join.
+    ],
+)
+def test_rollouts_of_one_episode_are_padded_and_masked(make_env, use_lstm):
+    flags = parse("--envs_per_actor", 3, "--one_episode_rollouts", *use_lstm)
+    env = environment.Environment([make_env() for _ in range(3)])
     actor, buffers, arrays = make_actor(flags, env)
     steps, states, step = [actor.step], [actor.core_states[-1]], env.step
     env.step = lambda action: steps.append(step(action)) or steps[-1]
@@ -390,7 +397,7 @@ def test_rollouts_of_one_episode_are_padded_and_masked(use_lstm):
             break
     expected = [
         (end, e, begin)
-        for e in range(num_envs)
+        for e in range(env.num_envs)
         for begin, end in one_episode_rollouts(steps, e, T)
     ]
     assert len(got) == len(expected) and len({e - b for e, _, b in expected}) > 2

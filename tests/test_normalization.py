@@ -12,6 +12,7 @@ from gymnasium import spaces
 import monobeast
 import polybeast
 from tests import envs
+from tests.parallel_envs import Crowd
 from tests.programs import main, read_logs, succeeds
 from tests.test_agent import batches as acted_batches
 from tests.test_agent import collect, make_actor, parse
@@ -289,6 +290,27 @@ def test_each_observation_of_an_episode_is_taken_in_once(one_episode, T):
     (statistics,) = agent.net.encoder.statistics
     # A quarter of all are first ones, of variance 1 / 3, and the others are 0.
     assert statistics.variance.item() == pytest.approx(1 / 12, rel=0.2)
+
+
+@pytest.mark.parametrize("T", [pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("one_episode", [[], ["--one_episode_rollouts"]])
+def test_all_observations_but_those_of_agents_that_are_out_are_taken_in(one_episode, T):
+    flags = parse(*OBSERVATIONS, *one_episode, "--unroll_length", T)
+    env = environment.Environment([Crowd() for _ in range(2)])
+    steps, step = [env.initial(0)], env.step
+    env.step = lambda action: steps.append(step(action)) or steps[-1]
+    agent = polybeast.Agent(flags, env.observation_space, env.action_space)
+    agent.start_learning(torch.device("cpu"))
+    acted = acted_batches(*make_actor(flags, env, agent=agent))
+    for batch in itertools.islice(acted, 100):
+        agent.update_statistics(batch)
+    there = np.concatenate([x["observation"] for x in steps])
+    there = there[there.any(1)]  # The others are zeros.
+    (statistics,) = agent.net.encoder.statistics
+    # What was last seen is not in a batch yet.
+    assert 0 <= len(there) - statistics.count <= env.num_envs * (T + 1)
+    np.testing.assert_allclose(statistics.mean, there.mean(0), rtol=0.1)
+    np.testing.assert_allclose(statistics.variance, there.var(0), rtol=0.1)
 
 
 def test_they_are_published_to_actors_and_in_checkpoints():

@@ -288,14 +288,14 @@ def test_a_rollout_is_what_the_agent_does_step_by_step():
             assert torch.equal(moved[~done], batch[policy]["action"][~done])
 
 
-def test_steps_of_agents_that_have_left_are_not_real():
+def test_steps_of_agents_that_have_left_are_not_new():
     for batches in copies(make_rollouts(), 3):
         batch = batches["first"]  # One of its two agents leaves at step 1, one at 2.
-        t = batch["observation"][1:, :, 0]
+        t = batch["observation"][..., 0]
         expected = t <= torch.tensor([1, 2]).repeat(3)
         assert not expected.all()
-        # After the last step it is not known yet.
-        assert torch.equal(rollouts.real(batch)[:-1], expected[:-1])
+        expected[-1] = False  # It is the next rollout's first one.
+        assert torch.equal(rollouts.new(batch), expected)
 
 
 def test_episodes_are_counted_once():

@@ -205,23 +205,17 @@ def check_outputs(outputs):
             )
 
 
-def real(batch):
-    """Returns which of the steps 1 to T of a batch are neither padding nor of an agent
-    that has left (torchbeast/warp/autoreset.py), [T, B] bool."""
-    done = batch["done"]
-    # Only then the next one is `done`, too. (After step T, none is known.)
-    left = done & torch.cat([done[1:], done[-2:-1]])
-    return (batch.get("mask", torch.ones_like(done)) & ~left)[1:]
-
-
 def new(batch, burn_in=0):
-    """Returns which of the steps 0 to K + T are real, and in no other rollout, [K + T +
-    1, B] bool: the last T steps, and of rollouts of one episode the step 0 that begins
-    it."""
-    first = batch["done"][:1] if "mask" in batch else batch["done"][:1] & False
-    steps = torch.cat([first, real(batch)])
-    if burn_in > 0:
-        steps[1 : burn_in + 1] = False
+    """Returns which of the steps 0 to K + T are in no other rollout, and neither
+    padding nor of an agent that has left (torchbeast/warp/autoreset.py), [K + T + 1, B]
+    bool.
+    """
+    if "mask" in batch:  # Step 0 begins an episode, or is the last one of a rollout.
+        return torch.cat([batch["done"][:1], batch["mask"][1:]])
+    # An agent that has left is `done` at the next step, too, so the last step, which is
+    # the next rollout's step K, is taken in with that.
+    steps, done = torch.zeros_like(batch["done"]), batch["done"][burn_in:]
+    steps[burn_in:-1] = ~(done[:-1] & done[1:])
     return steps
 
 
@@ -247,7 +241,8 @@ def ended_episodes(batch, unroll_length):
     def total(x, counted):
         return torch.stack([torch.where(counted, x, 0).sum(), counted.sum()])
 
-    # The steps before these T were counted with the rollout before.
+    # The steps before these T were counted with the rollout before, but for the first
+    # K of a row's first one.
     new = {name: batch[name][-unroll_length:] for name in EPISODE_FIELDS}
     end = new["episode_end"]
     training_end = new["terminated"] | new["truncated"]
@@ -336,6 +331,9 @@ def of_rows(actor, buffers, begin):
         num += moves
         fills = moves & (t >= 0)
         t += fills
+        # One that had left: its rollout begins anew, until it has an episode.
+        anew = fills & step["done"] & actor.flags.one_episode_rollouts
+        t[anew] = 0
         write_rows(step, buffers, t, indices, fills)
         last = step["terminated"] | step["truncated"]
         last &= actor.flags.one_episode_rollouts
@@ -359,6 +357,7 @@ def of_rows(actor, buffers, begin):
                 ends_again = np.isin(np.flatnonzero(ends), again)
                 map_structure(repeat, overlap, buffers)
                 t[again] = K
+        if len(rows := np.union1d(rows, np.flatnonzero(anew))) > 0:
             map_structure(write_state, states, buffers["core_state"])
         outputs = actor.act()
         write_rows(outputs, buffers, t, indices, moves & (t >= 0))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polybeast
-from torchbeast import ranks, rollouts
+from torchbeast import ranks
 from torchbeast.flags import number
 from torchbeast.gradients import sum_over_ranks
 from torchbeast.nests import leaves
@@ -57,20 +57,21 @@ class Agent(polybeast.Agent):
         self.learned.update(novelty=self.novelty, adam=self.adam)
 
     def learn(self, batch):
-        real = rollouts.real(batch)  # [T, B]
+        real = ~batch["done"][1:]  # [T, B]; what an action has led to.
         x = [o[1:].flatten(2).float() for _, o in leaves(batch["observation"])]
         errors, real_bonus = self.novelty(torch.cat(x, dim=2)[real])
         bonus = torch.zeros(real.shape, device=real.device)
         bonus[real] = real_bonus
+        error = errors.sum() / max(1, len(errors))
         self.adam.zero_grad()
-        errors.mean().backward()
+        error.backward()
         if ranks.current.num > 1:  # The mean over all learners.
             sum_over_ranks(list(self.novelty.predictor.parameters()), {}, weight=1.0)
         self.adam.step()
         # Not in batch["reward"], which the net reads as the last reward.
         batch = {**batch, "bonus": bonus}  # [T, B]
         statistics = super().learn(batch)
-        return {**statistics, "bonus": bonus.mean(), "predictor_error": errors.mean()}
+        return {**statistics, "bonus": bonus.mean(), "predictor_error": error}
 
     def rewards(self, batch):
         return super().rewards(batch) + self.flags.bonus_weight * batch["bonus"]
