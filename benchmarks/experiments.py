@@ -231,6 +231,7 @@ for name, flags in {
 # {name of a table in a document: (function of benchmarks/tables.py, its arguments)}.
 TABLES = {
     "matrix": ("grid", "matrix", True),
+    "others": ("grid", "others"),
     "atari": ("beside", "atari"),
     "minatar": ("grid", "minatar"),
     "mujoco": ("beside", "mujoco"),

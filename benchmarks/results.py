@@ -202,6 +202,8 @@ def collect(patterns, savedir):
         except BadInput as e:
             log.warning("%s", e)
             continue
+        if record is not None and not rows:
+            log.warning("%s: no episode ended", name)
         known = records.get(name, {})
         if not rows or known == record or known and worth(known) > worth(record):
             continue
