@@ -14,10 +14,9 @@ network at the start of the update, which is the one that acted, unless --async 
 acting go on while it learns. Then actions are of older policies; values are always by
 the current network. Peng's Q(lambda) corrects for neither old nor random actions: with
 a larger lambda its values are more those of the actions that were taken (arXiv
-2103.00107). Not in the paper: where an observation has an array of integers, such as a
-grid's, and no images or real numbers, the values of the actions that were not taken are
-held where they were at the start of the update, as layers that all actions share move
-them, too (compare value churn, arXiv 2409.04792).
+2103.00107). Not in the paper: advantage learning (Bellemare et al., "Increasing the
+Action Gap", arXiv 1512.04860), as layers that all actions share move all their values
+together, and differences that are a hundredth of a value drown in that.
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -29,7 +28,7 @@ from torch import nn
 
 import vtrace
 from atari_wrappers import is_atari
-from torchbeast import agents, minibatches, q_learning, ranks
+from torchbeast import agents, minibatches, q_learning, ranks, targets
 from torchbeast.encoders import initialize
 from torchbeast.flags import by_environment, number
 from torchbeast.images import smaller_sides
@@ -41,14 +40,14 @@ PRESETS = {
     "atari": dict(
         unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
         num_actors=0, envs_per_actor=8, num_servers=1, envs_per_server=8,
-        churn_reduction=0.0,
+        advantage_learning=0.0,
     ),
 }  # fmt: skip
 
 # Flags that defaults() chooses.
 BY_ENVIRONMENT = (
     "net", "reward_clipping", "normalize_rewards", "num_minibatches", "learning_rate",
-    "grad_norm_clipping", "churn_reduction",
+    "grad_norm_clipping", "advantage_learning",
 )  # fmt: skip
 
 
@@ -75,9 +74,9 @@ def parser():
                    metavar="LAMBDA", help="weight of later steps in the targets; 0: "
                    "only the next step's value, 1: all rewards of the rollout "
                    "(default: %(default)s)")
-    g.add_argument("--churn_reduction", type=number(float, 0), metavar="WEIGHT",
-                   help="weight of the squared changes, since the start of the update, "
-                   "of the values of actions that were not taken")
+    g.add_argument("--advantage_learning", type=number(float, 0, 0.99),
+                   metavar="ALPHA", help="makes values 1 / (1 - ALPHA) as far from "
+                   "those of the best actions")
     agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (RAdam)")
@@ -116,8 +115,7 @@ class Agent(QAgent):
         """Returns what is best for the kind of environment. Atari's are CleanRL's."""
         flags = self.flags
         sides = smaller_sides(observation_space)
-        *_, dtypes, shapes = zip(*space_leaves(observation_space))
-        grid = not sides and any(shapes) and all(x.kind != "f" for x in dtypes)
+        *_, shapes = zip(*space_leaves(observation_space))
         most = ranks.current.share(flags.batch_size)  # Of a rank: rollouts, or steps.
         most *= 1 if flags.use_lstm else flags.unroll_length
         chosen = {
@@ -125,13 +123,14 @@ class Agent(QAgent):
             **agents.reward_defaults(flags, is_atari(flags.env)),
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
-            "churn_reduction": 1.0 if grid else 0.0,
+            # Of choices alone, a table, nothing is in common that could move together.
+            "advantage_learning": 0.9 if any(shapes) else 0.0,
         }
         size = 64  # Steps of a minibatch of all ranks.
         if sides and max(sides) < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
         elif sides:
-            chosen["net"], size = "nature", 256
+            chosen["net"], size, chosen["advantage_learning"] = "nature", 256, 0.0
         num = max(1, flags.unroll_length * flags.batch_size // size)
         chosen["num_minibatches"] = min(num, MAX_MINIBATCHES, most)
         return chosen
@@ -166,8 +165,8 @@ class Agent(QAgent):
     def prepare(self, batch):
         """Returns what minibatches are made of, with
 
-        target  [T, B], of the action taken on a step
-        q       [T, B, A], the values at the start of the update, if they are to be held
+        target  [T, B], of the action taken on a step: lambda_targets()', less ALPHA of
+                how far its value is from the best one of the step (arXiv 1512.04860)
         real    [T, B] bool, the step was not the last of an episode
         """
         core_state = self.state_of_net(batch["core_state"][0])
@@ -177,26 +176,18 @@ class Agent(QAgent):
         target = lambda_targets(
             self.rewards(batch), discounts, real, outputs["q"], self.flags.q_lambda
         )
-        held = {"q": outputs["q"][:-1]} if self.flags.churn_reduction else {}
-        return minibatches.prepare(batch, core_state, target=target, real=real, **held)
+        q = outputs["q"][:-1]
+        gap = q.max(-1).values - targets.of_actions(q, batch["action"])
+        target = target - self.flags.advantage_learning * gap
+        return minibatches.prepare(batch, core_state, target=target, real=real)
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
-        ...], and its statistics, means over real transitions. With the weight w of
-        --churn_reduction and the values Q' at the start of the update the loss is
-
-            mean_t [(Q(s_t, a_t) - G_t)^2
-                    + w sum_{b != a_t} (Q(s_t, b) - Q'(s_t, b))^2]
-        """
+        ...], and its statistics, means over real transitions."""
         mean = minibatches.mean_over(part["real"])
-        action = part["action"].unsqueeze(-1)
-        q = outputs["q"].gather(-1, action).squeeze(-1)  # [T, B]
+        q = targets.of_actions(outputs["q"], part["action"])
         error = q - part["target"]
-        losses = error.square()
-        if "q" in part:
-            churn = (outputs["q"] - part["q"]).scatter(-1, action, 0).square().sum(-1)
-            losses = losses + self.flags.churn_reduction * churn
-        total = mean(losses)
+        total = mean(error.square())
         return total, {
             "total_loss": total,
             "td_error": mean(error.abs()),

@@ -59,10 +59,11 @@ def unscale(x):
     return part * (part.abs() + 2)
 
 
-def of_actions(quantiles, action):
-    """Returns the quantiles [T, B, N] of these actions [T, B], of quantiles [T, B, A,
-    N]."""
-    return quantiles.take_along_dim(action[..., None, None], 2).squeeze(2)
+def of_actions(values, action):
+    """Returns the values [T, B, ...] of these actions [T, B], of values [T, B, A, ...].
+    """
+    index = action.view(*action.shape, *[1] * (values.ndim - 2))
+    return values.take_along_dim(index, 2).squeeze(2)
 
 
 def quantile_loss(errors):
