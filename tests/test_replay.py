@@ -13,7 +13,7 @@ import polybeast_env
 from tests import envs
 from tests.faulty_envs import Nested
 from tests.test_agent import batches, make_actor, parse
-from torchbeast import environment, machine, process, replay, storage
+from torchbeast import environment, machine, process, ranks, replay, storage
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 from torchbeast.replay import Credit, Replay, SumTree
@@ -188,12 +188,14 @@ def test_importance_undoes_the_probabilities():
     assert (sample["importance"] == 1).all()
 
 
-def test_age_is_of_the_rollouts_that_came_later():
+def test_age_is_of_the_rollouts_that_came_later(monkeypatch):
     ring = whole(2 * B)
     for batch in rollouts_of(envs.Counter, 2):
         items = ring.add(batch)[0]
     assert ring.age(items) == 1  # 2, 1 and 0.
     assert ring.age(items[-1:]) == 0
+    monkeypatch.setattr(ranks.current, "num", 2)
+    assert ring.age(items) == 2  # Another learner added as many.
 
 
 # Frames.

@@ -281,8 +281,10 @@ class Replay:
         return self._store.read(slots, starts, self.num_steps, self.device)
 
     def age(self, items):
-        """Returns the mean number of rollouts that were added since these samples'."""
-        return float(np.mean(self.added - 1 - self._added_at[items // self.num_starts]))
+        """Returns the mean number of rollouts that all learners added since these
+        samples'."""
+        age = np.mean(self.added - 1 - self._added_at[items // self.num_starts])
+        return float(age) * ranks.current.num
 
 
 class Credit:
