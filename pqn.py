@@ -123,14 +123,13 @@ class Agent(QAgent):
             **agents.reward_defaults(flags, is_atari(flags.env)),
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
-            # Of choices alone, a table, nothing is in common that could move together.
-            "advantage_learning": 0.9 if any(shapes) else 0.0,
+            "advantage_learning": 0.9 if any(shapes) and not sides else 0.0,
         }
         size = 64  # Steps of a minibatch of all ranks.
         if sides and max(sides) < 20:
             chosen["net"], chosen["learning_rate"] = "small", 5e-4
         elif sides:
-            chosen["net"], size, chosen["advantage_learning"] = "nature", 256, 0.0
+            chosen["net"], size = "nature", 256
         num = max(1, flags.unroll_length * flags.batch_size // size)
         chosen["num_minibatches"] = min(num, MAX_MINIBATCHES, most)
         return chosen

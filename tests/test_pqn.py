@@ -288,8 +288,8 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4
-    assert numbers.advantage_learning == small.advantage_learning == 0.9
-    assert atari.advantage_learning == 0
+    assert numbers.advantage_learning == 0.9
+    assert atari.advantage_learning == small.advantage_learning == 0
     assert (
         flags_of(OTHER, spaces.Dict(compass=NUMBERS, a=TABLE)).advantage_learning == 0.9
     )
