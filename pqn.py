@@ -14,9 +14,11 @@ network at the start of the update, which is the one that acted, unless --async 
 acting go on while it learns. Then actions are of older policies; values are always by
 the current network. Peng's Q(lambda) corrects for neither old nor random actions: with
 a larger lambda its values are more those of the actions that were taken (arXiv
-2103.00107). Not in the paper: advantage learning (Bellemare et al., "Increasing the
-Action Gap", arXiv 1512.04860), as layers that all actions share move all their values
-together, and differences that are a hundredth of a value drown in that.
+2103.00107). Not in the paper, as layers that all actions share move all values of a
+state together, and small differences drown in that: advantage learning (Bellemare et
+al., "Increasing the Action Gap", arXiv 1512.04860) where observations are numbers; and
+where those are integers, such as a grid's, values of the actions that were not taken are
+held where they were at the start of the update (compare value churn, 2409.04792).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -40,14 +42,14 @@ PRESETS = {
     "atari": dict(
         unroll_length=128, batch_size=8, num_minibatches=4, num_epochs=4,
         num_actors=0, envs_per_actor=8, num_servers=1, envs_per_server=8,
-        advantage_learning=0.0,
+        advantage_learning=0.0, churn_reduction=0.0,
     ),
 }  # fmt: skip
 
 # Flags that defaults() chooses.
 BY_ENVIRONMENT = (
     "net", "reward_clipping", "normalize_rewards", "num_minibatches", "learning_rate",
-    "grad_norm_clipping", "advantage_learning",
+    "grad_norm_clipping", "advantage_learning", "churn_reduction",
 )  # fmt: skip
 
 
@@ -77,6 +79,9 @@ def parser():
     g.add_argument("--advantage_learning", type=number(float, 0, 0.99),
                    metavar="ALPHA", help="makes values 1 / (1 - ALPHA) as far from "
                    "those of the best actions")
+    g.add_argument("--churn_reduction", type=number(float, 0), metavar="WEIGHT",
+                   help="weight of the squared changes, since the start of the update, "
+                   "of the values of actions that were not taken")
     agents.add_async_flag(g, False)
 
     g = p.add_argument_group("optimizer (RAdam)")
@@ -115,7 +120,8 @@ class Agent(QAgent):
         """Returns what is best for the kind of environment. Atari's are CleanRL's."""
         flags = self.flags
         sides = smaller_sides(observation_space)
-        *_, shapes = zip(*space_leaves(observation_space))
+        *_, dtypes, shapes = zip(*space_leaves(observation_space))
+        grid = not sides and any(shapes) and all(x.kind != "f" for x in dtypes)
         most = ranks.current.share(flags.batch_size)  # Of a rank: rollouts, or steps.
         most *= 1 if flags.use_lstm else flags.unroll_length
         chosen = {
@@ -124,6 +130,7 @@ class Agent(QAgent):
             "learning_rate": 2.5e-4,
             "grad_norm_clipping": 0.5 if flags.use_lstm else 10.0,
             "advantage_learning": 0.9 if any(shapes) and not sides else 0.0,
+            "churn_reduction": 1.0 if grid else 0.0,
         }
         size = 64  # Steps of a minibatch of all ranks.
         if sides and max(sides) < 20:
@@ -166,6 +173,7 @@ class Agent(QAgent):
 
         target  [T, B], of the action taken on a step: lambda_targets()', less ALPHA of
                 how far its value is from the best one of the step (arXiv 1512.04860)
+        q       [T, B, A], the values at the start of the update, if they are to be held
         real    [T, B] bool, the step was not the last of an episode
         """
         core_state = self.state_of_net(batch["core_state"][0])
@@ -178,15 +186,26 @@ class Agent(QAgent):
         q = outputs["q"][:-1]
         gap = q.max(-1).values - targets.of_actions(q, batch["action"])
         target = target - self.flags.advantage_learning * gap
-        return minibatches.prepare(batch, core_state, target=target, real=real)
+        held = {"q": q} if self.flags.churn_reduction else {}
+        return minibatches.prepare(batch, core_state, target=target, real=real, **held)
 
     def loss(self, part, outputs):
         """Returns the loss of a minibatch, for which the net returned outputs [T, B,
-        ...], and its statistics, means over real transitions."""
+        ...], and its statistics, means over real transitions. With the weight w of
+        --churn_reduction and the values Q' at the start of the update the loss is
+
+            mean_t [(Q(s_t, a_t) - G_t)^2
+                    + w sum_{b != a_t} (Q(s_t, b) - Q'(s_t, b))^2]
+        """
         mean = minibatches.mean_over(part["real"])
         q = targets.of_actions(outputs["q"], part["action"])
         error = q - part["target"]
-        total = mean(error.square())
+        losses = error.square()
+        if "q" in part:
+            moved = (outputs["q"] - part["q"]).square()
+            churn = moved.sum(-1) - targets.of_actions(moved, part["action"])
+            losses = losses + self.flags.churn_reduction * churn
+        total = mean(losses)
         return total, {
             "total_loss": total,
             "td_error": mean(error.abs()),

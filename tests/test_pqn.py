@@ -23,7 +23,7 @@ ATARI, OTHER = "PongNoFrameskip-v4", "CartPole-v1"
 IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
 SMALL_IMAGE = spaces.Dict({"board": spaces.Box(0, 1, (10, 10, 4), bool)})
 NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
-TABLE = spaces.Discrete(16)
+GRID = spaces.MultiBinary((7, 7, 20))
 
 
 def parse(*args):
@@ -187,6 +187,31 @@ def test_a_gradient_step_is_that_of_the_mean_square(args):
         torch.testing.assert_close(parameter.grad, gradient / 2, rtol=1e-3, atol=1e-6)
 
 
+class FourActions(envs.Memory):
+    def __init__(self):
+        super().__init__()
+        self.action_space = spaces.Discrete(4)
+
+
+@pytest.mark.parametrize("args", [[], ["--use_lstm"]])
+def test_changes_of_the_values_of_other_actions_are_a_part_of_the_loss(args):
+    agent, batch = collect(*args, "--churn_reduction", 0.5, env=FourActions)
+    data = agent.prepare(batch)
+    with torch.no_grad():
+        q = agent.net(data, data["core_state"])[0]["q"]
+    torch.testing.assert_close(data["q"], q)
+    moved = q + torch.tensor([0.1, -0.2, 0.3, -0.4])
+    loss = agent.loss(data, {"q": moved})[0]
+    expected = []
+    for index in map(tuple, data["real"].nonzero().tolist()):
+        action = data["action"][index]
+        others = moved[index] - q[index]
+        others[action] = 0
+        error = moved[index][action] - data["target"][index]
+        expected.append(error**2 + 0.5 * (others**2).sum())
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+
+
 def test_what_does_not_lead_from_an_action_is_not_learned_from():
     agent, batch = collect()
     fake = batch["done"][1:]
@@ -288,12 +313,26 @@ def test_defaults_are_those_of_the_kind_of_environment():
     assert small.reward_clipping == numbers.reward_clipping == "none"
     assert (atari.num_minibatches, small.num_minibatches) == (4, 16)
     assert atari.learning_rate == 2.5e-4
-    assert numbers.advantage_learning == 0.9
-    assert atari.advantage_learning == small.advantage_learning == 0
-    assert (
-        flags_of(OTHER, spaces.Dict(compass=NUMBERS, a=TABLE)).advantage_learning == 0.9
-    )
-    assert flags_of(OTHER, spaces.Tuple([TABLE, TABLE])).advantage_learning == 0
+    held = {
+        0: (
+            *(IMAGE, SMALL_IMAGE, NUMBERS, spaces.Discrete(16)),
+            spaces.Dict(grid=GRID, eye=IMAGE),
+            spaces.Dict(grid=GRID, speed=NUMBERS),
+        ),
+        1: (
+            *(GRID, spaces.Box(0, 9, (9,), int)),
+            spaces.Dict(compass=spaces.Discrete(4), grid=GRID),  # MiniGrid's.
+        ),
+    }
+    for weight, kinds in held.items():
+        for space in kinds:
+            assert flags_of(OTHER, space).churn_reduction == weight, space
+    for alpha, kinds in {
+        0: (IMAGE, SMALL_IMAGE, spaces.Discrete(16), spaces.Dict(grid=GRID, eye=IMAGE)),
+        0.9: (NUMBERS, GRID, spaces.Dict(compass=spaces.Discrete(4), grid=GRID)),
+    }.items():
+        for space in kinds:
+            assert flags_of(OTHER, space).advantage_learning == alpha, space
     for steps, exploring in (1e7, 1e6), (300_000, 50_000), (100, 50):
         flags = flags_of(OTHER, NUMBERS, "--total_steps", f"{steps:.0f}")
         assert flags.exploration_steps == exploring
