@@ -16,9 +16,9 @@ the current network. Peng's Q(lambda) corrects for neither old nor random action
 a larger lambda its values are more those of the actions that were taken (arXiv
 2103.00107). Not in the paper, as layers that all actions share move all values of a
 state together, and small differences drown in that: advantage learning (Bellemare et
-al., "Increasing the Action Gap", arXiv 1512.04860) where observations are numbers; and
-where those are integers, such as a grid's, values of the actions that were not taken are
-held where they were at the start of the update (compare value churn, 2409.04792).
+al., "Increasing the Action Gap", arXiv 1512.04860) where observations are numbers. And
+where these are integers, such as a grid's, the values of actions that were not taken
+are held where they were at the start of the update (compare value churn, 2409.04792).
 
 T is the unroll length, B the batch size, A the number of actions.
 """
@@ -77,8 +77,8 @@ def parser():
                    "only the next step's value, 1: all rewards of the rollout "
                    "(default: %(default)s)")
     g.add_argument("--advantage_learning", type=number(float, 0, 0.99),
-                   metavar="ALPHA", help="makes values 1 / (1 - ALPHA) as far from "
-                   "those of the best actions")
+                   metavar="ALPHA", help="makes the other actions' values 1 / (1 - "
+                   "ALPHA) times as far from the best one's")
     g.add_argument("--churn_reduction", type=number(float, 0), metavar="WEIGHT",
                    help="weight of the squared changes, since the start of the update, "
                    "of the values of actions that were not taken")

@@ -33,7 +33,7 @@ BUDGETS = {
     "monobeast polybeast CartPole-v1": [(1, 13), (2, 914)],
     f"monobeast polybeast {PIXELS}": [(1, 13), (2, 267)],
     "monobeast ppo CartPole-v1 --num_epochs 1": [(1, 13), (2, 2764)],
-    "monobeast pqn CartPole-v1 --num_epochs 1": [(1, 13), (2, 253)],
+    "monobeast pqn CartPole-v1 --num_epochs 1": [(1, 13), (2, 260)],
     "monobeast r2d2 CartPole-v1 --burn_in 2 --replay_ratio 2": [(1, 14), (6, 1043)],
     "monobeast sac Pendulum-v1 --replay_ratio 0.5": [(1, 11), (5, 367)],
     "monobeast td3 Pendulum-v1 --replay_ratio 0.5": [(1, 11), (5, 230)],

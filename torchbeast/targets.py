@@ -60,7 +60,7 @@ def unscale(x):
 
 
 def of_actions(values, action):
-    """Returns the values [T, B, ...] of these actions [T, B], of values [T, B, A, ...]."""
+    """Returns values [T, B, ...] of actions [T, B], of all values [T, B, A, ...]."""
     index = action.view(*action.shape, *[1] * (values.ndim - 2))
     return values.take_along_dim(index, 2).squeeze(2)
 
