@@ -119,8 +119,9 @@ for env, short, flags, millions, aims, *fewer in MATRIX:
         declare(name, "matrix", agent, env, flags, num_steps, 3, aim)
 
 # Environments whose results chose no default, but for PQN's lambda (MountainCar),
-# --advantage_learning (that, CliffWalking, MiniGrid) and --churn_reduction (FrozenLake,
-# MiniGrid). Thousands of steps, and of those agents that have a replay; agents.
+# --advantage_learning (MountainCar, CliffWalking, MiniGrid) and --churn_reduction
+# (FrozenLake, MiniGrid). Thousands of steps, and of those agents that have a replay;
+# agents.
 CHOICES, NUMBERS = "IMPALA PPO DQN PQN", "IMPALA PPO SAC TD3"
 for env, thousands, with_replay, agents in [
     ("FrozenLake-v1", 100, 100, CHOICES),
