@@ -214,13 +214,22 @@ class Program:
         while (left := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"processes left behind: {[cmdline(p) for p in left]}"
+        if code == -signal.SIGKILL:
+            self.remove_names()
         # Other programs' memory has a name for a moment.
         names = shared_memory() - self.shm_before
         while names and time.monotonic() < deadline:
             time.sleep(0.1)
             names &= shared_memory()
-        assert not names
+        assert not names, f"shared memory left behind: {names}"
         return code
+
+    def remove_names(self):
+        """Removes what it could not when it was killed: PyTorch gives shared memory a
+        name for a moment."""
+        for name in shared_memory():
+            if name.startswith(f"torch_{self.process.pid}_"):
+                (pathlib.Path("/dev/shm") / name).unlink(missing_ok=True)
 
     def __enter__(self):
         return self
@@ -228,6 +237,7 @@ class Program:
     def __exit__(self, *_):
         self.signal_all(signal.SIGKILL)
         self.process.wait()
+        self.remove_names()
         for pid in marked(self.mark):  # torchrun's children, which it cannot end now.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
