@@ -8,9 +8,8 @@
 Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
 (ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
 1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
---quantiles adds the quantile regression of QR-DQN (1710.10044).
-Read it top to bottom: flags, Net, Agent. What it does not define is in
-torchbeast/q_learning.py and torchbeast/agents.py.
+--quantiles adds the quantile regression of QR-DQN (1710.10044). What is not defined
+here is in torchbeast/q_learning.py and torchbeast/agents.py.
 
 T is the unroll length, K the burn-in, B the number of samples in a batch, A of actions,
 N of quantiles. A sample is a whole rollout with its recurrent state, [K + T + 1, B,
@@ -33,10 +32,9 @@ from torchbeast.q_learning import QAgent, QNetwork
 # Rlpyt's "ernbw" (configs/atari/dqn/atari_dqn.py), smaller.
 DQN = dict(
     use_lstm=False, reward_clipping="abs_one", n_step=3, exploration=(0.01, 0.01),
-    exploration_steps=100_000, target_interval=4000,
-    replay_size=300_000, replay_start=10_000, replay_ratio=4.0, replay_batch_size=32,
-    importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, epsilon=7.8e-5,
-    grad_norm_clipping=10.0,
+    exploration_steps=100_000, target_interval=4000, replay_size=300_000,
+    replay_start=10_000, replay_ratio=4.0, replay_batch_size=32, epsilon=7.8e-5,
+    importance_exponent=(0.4, 1.0), learning_rate=1.25e-4, grad_norm_clipping=10.0,
 )  # fmt: skip
 PRESETS = {
     # Rlpyt's r2d1_long (astooke/rlpyt, configs/atari/dqn/atari_r2d1.py), smaller.
@@ -61,16 +59,17 @@ def parser():
     agents.add_network_flags(g, "shallow")
     g.add_argument("--use_lstm", action=argparse.BooleanOptionalAction, default=True,
                    help="a recurrent network, which learns from whole rollouts")
+    g.add_argument("--layer_norm", action=argparse.BooleanOptionalAction,
+                   help="normalise each layer of the encoder")
 
     g = p.add_argument_group("exploration")
-    steps = "a thirtieth of the run, or 10,000 if more"
-    q_learning.add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM", steps)
+    q_learning.add_exploration_flags(g, "0.01 0.1; 0.01 0.01 without an LSTM",
+                                     "a thirtieth of the run, or 10,000 if more")
 
     g = p.add_argument_group("loss")
     agents.add_reward_flags(g, None)
     g.add_argument("--n_step", type=number(int, 1, 10**6), metavar="N",
-                   help="rewards in a target, if its rollout is as long (default: 5; 3 "
-                   "without an LSTM)")
+                   help="rewards in a target, if its rollout is as long")
     g.add_argument("--quantiles", type=number(int, 1, 1000), default=1, metavar="N",
                    help="quantiles of the return that are learned; 1: its mean "
                    "(default: %(default)s)")
@@ -91,12 +90,12 @@ def parser():
     g.add_argument("--learning_rate", type=number(float, above=0), default=5e-4,
                    metavar="X", help="learning rate, which falls linearly to 0 at "
                    "--total_steps (default: %(default)s)")
-    g.add_argument("--epsilon", type=number(float, above=0), default=1e-3, metavar="X",
-                   help="term added to the denominator (default: %(default)s)")
+    g.add_argument("--epsilon", type=number(float, above=0), metavar="X",
+                   help="term added to the denominator")
     g.add_argument("--grad_norm_clipping", type=number(float, above=0), default=40.0,
                    metavar="X", help="largest gradient norm (default: %(default)s)")
     # fmt: on
-    by_environment(p, "reward_clipping", "net")
+    by_environment(p, "reward_clipping", "net", "layer_norm", "n_step", "epsilon")
     return p
 
 
@@ -125,9 +124,8 @@ class Net(QNetwork):
         return {"q": self.mean(quantiles), "quantiles": quantiles}
 
     def mean(self, quantiles):
-        if self.mean_of_returns:
-            quantiles = targets.unscale(quantiles)
-        return quantiles.mean(-1)
+        x = targets.unscale(quantiles) if self.mean_of_returns else quantiles
+        return x.mean(-1)
 
 
 class Agent(QAgent):
@@ -142,15 +140,17 @@ class Agent(QAgent):
     def defaults(self, observation_space, action_space):
         clip = is_atari(self.flags.env) and not self.flags.value_rescaling
         chosen = dict(
-            reward_clipping="abs_one" if clip else "none",
-            exploration=(0.01, 0.01), n_step=3, replay_batch_size=64,
+            reward_clipping="abs_one" if clip else "none", n_step=3, epsilon=1e-3,
+            exploration=(0.01, 0.01), replay_batch_size=64,
             normalize_observations=normalization.has_large_numbers(observation_space),
             exploration_steps=q_learning.exploration_steps(self.flags, 1 / 30, 10_000),
         )  # fmt: skip
+        if sides := smaller_sides(observation_space):
+            chosen["net"] = "shallow"
+            if max(sides) < 20:
+                chosen.update(net="small", layer_norm=True, n_step=1, epsilon=1e-5)
         if self.flags.use_lstm:
             chosen.update(exploration=(0.01, 0.1), n_step=5, replay_batch_size=16)
-        if sides := smaller_sides(observation_space):
-            chosen["net"] = "deep" if max(sides) < 20 else "shallow"
         return chosen
 
     def make_net(self, observation_space, action_space):

@@ -40,6 +40,13 @@ def ppo_flags_of(env, observation_space, *args, action_space=CHOICES):
     return flags
 
 
+def r2d2_of(observation_space, *args):
+    args = ["--env", OTHER, "--num_actors", "0", *args]
+    flags = parse_args(monobeast.program_parser("r2d2"), args)
+    monobeast.set_defaults(flags)
+    return load_agent("r2d2").Agent(flags, observation_space, CHOICES), flags
+
+
 def test_a_parser_reads_the_command_line_itself(monkeypatch):
     monkeypatch.setattr("sys.argv", ["monobeast", "--seed", "7"])
     assert monobeast.program_parser().parse_args().seed == 7
@@ -167,15 +174,26 @@ def test_ppo_sees_small_images_with_a_small_net():
 
 
 @pytest.mark.parametrize("args", [[], ["--no-use_lstm"], ["--preset", "dqn"]])
-def test_r2d2_sees_small_images_with_a_deep_net(args):
+def test_r2d2_sees_small_images_with_a_small_normalized_net(args):
     both = spaces.Dict(board=SMALL_IMAGE, eye=IMAGE)
     large = (IMAGE, "shallow"), (both, "shallow")
-    for space, net in *large, (SMALL_IMAGE, "deep"), (NUMBERS, None):
-        parser = monobeast.program_parser("r2d2")
-        flags = parse_args(parser, ["--env", OTHER, *args])
-        monobeast.set_defaults(flags)
-        load_agent("r2d2").Agent(flags, space, CHOICES)
+    for space, net in *large, (SMALL_IMAGE, "small"), (NUMBERS, None):
+        agent, flags = r2d2_of(space, *args)
         assert flags.net == net
+        norms = [x for x in agent.net.modules() if isinstance(x, nn.LayerNorm)]
+        assert bool(norms) == bool(flags.layer_norm) == (space is SMALL_IMAGE)
+    agent, _ = r2d2_of(SMALL_IMAGE, "--no-layer_norm", *args)
+    assert not [x for x in agent.net.modules() if isinstance(x, nn.LayerNorm)]
+
+
+def test_dqn_learns_from_one_reward_of_small_images():
+    for space, n_step, epsilon in (SMALL_IMAGE, 1, 1e-5), (IMAGE, 3, 1e-3):
+        _, dqn = r2d2_of(space, "--no-use_lstm")
+        _, r2d2 = r2d2_of(space)
+        assert (dqn.n_step, dqn.epsilon) == (n_step, epsilon)
+        assert (r2d2.n_step, r2d2.epsilon) == (5, epsilon)
+    _, preset = r2d2_of(SMALL_IMAGE, "--preset", "dqn")
+    assert (preset.n_step, preset.epsilon) == (3, 7.8e-5)
 
 
 def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
@@ -195,12 +213,8 @@ def test_ppo_does_not_pay_for_the_entropy_of_gaussians():
 def test_r2d2_normalizes_numbers_that_may_be_large(high, dtype, normalized):
     low = -high if dtype == np.float32 else 0
     part = spaces.Box(low, high, (2,), dtype)
-    parser = monobeast.program_parser("r2d2")
     for space in part, spaces.Dict(x=spaces.Tuple([BOX, part])):
-        flags = parser.parse_args(["--env", OTHER, "--num_actors", "0"])
-        monobeast.set_defaults(flags)
-        load_agent("r2d2").Agent(flags, space, CHOICES)
-        assert flags.normalize_observations == normalized
+        assert r2d2_of(space)[1].normalize_observations == normalized
 
 
 @pytest.mark.parametrize("clipping", ["abs_one", "none"])
