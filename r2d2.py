@@ -8,8 +8,8 @@
 Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
 (ICLR 2019). DQN is that of Mnih et al. (Nature 2015) with double Q-learning (arXiv
 1509.06461), dueling (1511.06581), prioritised replay (1511.05952) and n-step targets.
---quantiles adds the quantile regression of QR-DQN (1710.10044). What is not defined
-here is in torchbeast/q_learning.py and torchbeast/agents.py.
+--quantiles adds the quantile regression of QR-DQN (1710.10044). Read it top to bottom:
+flags, Net, Agent. What is not here is in torchbeast/q_learning.py and agents.py.
 
 T is the unroll length, K the burn-in, B the number of samples in a batch, A of actions,
 N of quantiles. A sample is a whole rollout with its recurrent state, [K + T + 1, B,

@@ -1,4 +1,4 @@
-"""What IMPALA and PPO do without flags, by the kind of environment."""
+"""What agents do without flags, by the kind of environment."""
 
 import json
 

@@ -134,7 +134,7 @@ class Agent:
     images_on_gpu: dict[str, int] = {}
     credit = None  # When to learn from the replay: replay.Credit, or replay.Mixer.
     acts_in_graphs = True  # Whether act() may be captured, with Python's numbers in it.
-    layer_norm = False  # Whether each layer of the encoder is; a flag of the name wins.
+    layer_norm = False  # Of the encoder's layers, unless there is a flag of this name.
     max_reward_scale = math.inf  # What --normalize_rewards multiplies them by at most.
     burn_in = 0
     counters = "step", "updates"
