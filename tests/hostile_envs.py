@@ -258,11 +258,15 @@ class LeavesATimer(Base):
 
 
 @hostile
-class SetsTorch(Base):
+class SetsDefaults(Base):
     def __init__(self):
+        np.seterr(all="raise")
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         torch.set_grad_enabled(False)
+
+    def reward(self):
+        return 1e-60  # 0 in float32.
 
 
 @hostile

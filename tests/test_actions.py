@@ -157,7 +157,7 @@ def test_numbers_that_a_small_dtype_cannot_hold_become_its_largest():
 def test_keys_that_are_no_strings_are_refused():
     space = spaces.Dict({1: spaces.Discrete(2)})
     for args in ((spaces.Discrete(2), space), (space, spaces.Discrete(2))):
-        with pytest.raises(BadInput, match="has the key 1, expected strings"):
+        with pytest.raises(BadInput, match="space has the key 1, expected strings"):
             Environment(Sampler(*args))
 
 

@@ -24,7 +24,8 @@ PROGRAMS = {
 }
 # What they do to a process, and exceptions, is not for that of the tests.
 ALONE = {"ChangesDirectory", "ConfiguresLogging", "ExitsInConstructor", "RaisesInReset"}
-ALONE |= {"LeavesAThread", "LeavesATimer", "SetsTorch", "ClosesFiles", "ClosesStreams"}
+ALONE |= {"LeavesAThread", "LeavesATimer", "SetsDefaults"}
+ALONE |= {"ClosesFiles", "ClosesStreams"}
 # CI tests one in four environments in each program, make test-long the rest.
 CASES = [
     pytest.param(
@@ -81,7 +82,7 @@ def test_it_trains_or_is_one_line_and_nothing_is_left(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["SetsTorch", "ClosesFiles", "ClosesStreams", "RestartsAChild"]
+    "name", ["SetsDefaults", "ClosesFiles", "ClosesStreams", "RestartsAChild"]
 )
 def test_it_trains_in_the_learners_own_thread(name, tmp_path):
     env = f"tests.hostile_envs:{name}-v0"

@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -518,8 +519,11 @@ def test_a_run_of_the_default_length_makes_many_gradient_steps_and_copies(args):
     env = environment.Environment([envs.Memory()])
     agent = r2d2.Agent(flags, env.observation_space, env.action_space)
     agent.start_learning(CPU)
-    agent.credit.ring = type("Ring", (), {"drawable": True})
     T, B = flags.unroll_length, 1000  # Fewer and larger batches, to be quick.
+    num_starts = agent.replay.num_starts
+    agent.credit.ring = SimpleNamespace(
+        drawable=True, num_starts=num_starts, num_new=num_starts * B
+    )
     batch = {"done": torch.zeros(T + 1, B, dtype=torch.bool)}
     num = sum(
         len(list(agent.credit.updates(batch, T, agent.num_learned)))

@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,8 +377,9 @@ def new(num_rollouts, length):
     return {"done": torch.zeros(length + 1, num_rollouts, dtype=torch.bool)}
 
 
-def credit_of(ratio, num_before=0, drawable=True):
-    ring = type("Ring", (), {"drawable": drawable})
+def credit_of(ratio, num_before=0, num_new=4, drawable=True):
+    """Of a replay of whole rollouts, of which num_new are new each time."""
+    ring = SimpleNamespace(drawable=drawable, num_starts=1, num_new=num_new)
     return Credit(ring, ratio, num_before)
 
 
@@ -411,15 +413,24 @@ def test_a_signal_ends_updates_which_are_due_when_the_run_goes_on(monkeypatch):
 
 
 def test_what_is_burned_in_on_and_padding_are_no_new_steps():
-    credit = credit_of(1)
+    credit = credit_of(1, num_new=2)
     assert len(list(credit.updates(new(2, 9), 5, 1))) == 10  # The first 4 are not new.
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     assert len(list(credit.updates({**new(2, 2), "mask": mask}, 2, 1))) == 1
 
 
+def test_steps_that_no_transition_leads_from_are_no_new_ones():
+    ring = one_by_one(2 * B, 2)
+    credit = Credit(ring, 1, 0)
+    for batch in rollouts_of(envs.Counter, 2):
+        real = ~batch["done"][1:]
+        assert 0 < (num_real := int(real.sum())) < T * B
+        ring.set_priorities(ring.add(batch), real)
+        assert len(list(credit.updates(batch, T, 1))) == num_real
+
+
 def test_padding_is_not_learned_from():
     credit = credit_of(1)
-    credit.ring.num_starts = 1
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     credit.learned = 10
     credit.leave_out_padding({"mask": mask})

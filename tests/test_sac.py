@@ -1,6 +1,7 @@
 """sac.py, against slow references."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import td3
 from tests import envs, test_agent
 from tests.programs import read_logs, succeeds
 from tests.test_agent import B, T, batches, make_actor
-from torchbeast import environment
+from torchbeast import environment, ranks
 from torchbeast.actors import SharedWeights
 from torchbeast.batch_renorm import BatchRenorm
 from torchbeast.flags import parse_args
@@ -169,7 +170,7 @@ def test_actions_are_in_their_bounds_and_greedy_ones_always_the_same():
 
 
 @pytest.mark.parametrize("module", [sac, td3])
-def test_the_replay_holds_the_run_up_to_a_million_steps_of_numbers(module):
+def test_the_replay_holds_the_run_up_to_a_million_steps_of_numbers(module, monkeypatch):
     def size(space, *words):
         flags = monobeast.program_parser(module.__name__).parse_args([*words])
         monobeast.set_defaults(flags)
@@ -182,6 +183,8 @@ def test_the_replay_holds_the_run_up_to_a_million_steps_of_numbers(module):
         assert size(numbers, "--total_steps", str(total_steps)) == expected
     assert size(image) == 100_000
     assert size(image, "--replay_size", "700") == 700
+    monkeypatch.setattr(ranks.current, "num", 4)  # Each of them gets a fourth.
+    assert size(numbers, "--total_steps", "3000000") == 750_000
 
 
 @pytest.mark.parametrize("module", [sac, td3])
@@ -224,12 +227,14 @@ def test_batches_of_several_updates_are_drawn_together_and_each_is_of_all_shares
         "gradient_step",
         lambda batch, items: learned.append(items) or step(batch, items),
     )
-    for _ in range(4):
-        agent.learn(next(acted))
-    # There are 20 new steps each time; an update learns from 6.
-    assert drawn == [3, 3, 4, 3] and len(learned) == 13
+    new = [0]
+    for batch in itertools.islice(acted, 4):
+        agent.learn(batch)
+        new.append(int((~batch["done"][1:]).sum()))
+    due = np.diff(np.cumsum(new) // 6)  # An update learns from 6 steps.
+    assert drawn == due.tolist() and len(learned) == due.sum() == 10
     drawable = np.flatnonzero(agent.replay.arrays()["priorities"])
-    for items in learned[-3:]:
+    for items in learned[-due[-1] :]:
         shares = np.searchsorted(drawable, items) * 6 / len(drawable)
         assert (np.abs(shares - np.arange(6) - 0.5) <= 0.75).all()
 

@@ -4,6 +4,8 @@ to choose numbers in the bounds of their Box.
 B is the number of samples of a batch.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -113,7 +115,8 @@ class ReplayAgent(agents.Agent):
     def defaults(self, observation_space, action_space):
         flags, size = self.flags, 100_000
         if not has_images(observation_space):  # A million of these take much memory.
-            size = max(size, min(flags.total_steps, 1_000_000))
+            num_steps = math.ceil(flags.total_steps / ranks.current.num)
+            size = max(size, min(num_steps, 1_000_000))
         # Fewer random actions may show too little to learn from, as how to land.
         start = min(10_000, flags.total_steps // 10, flags.replay_size or size)
         return {"replay_size": size, "replay_start": start}

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import Counter
 
+import numpy as np
+
 from torchbeast.flags import synchronous
 from torchbeast.messages import BadInput, first_line, log
 from torchbeast.process import (
@@ -294,7 +296,7 @@ def create(create_env, flags, num_envs, render_mode=None, seed=None):
     env = None
     call = Call(f"create_env() of --env {flags.env}")
     try:
-        with _signals_deferred(), _torch_kept(), call:
+        with _signals_deferred(), np.errstate(), _torch_kept(), call:
             env = create_env(flags, num_envs, render_mode, seed)
     except Terminated:
         if env is not None:

@@ -16,7 +16,8 @@ TEST_EPSILON = 0.001  # Random actions of tests and of the evaluation, as Dopami
 
 def add_exploration_flags(group, exploration, steps):
     """Adds the flags of QAgent.act(). exploration: the default, or what the help says
-    of it if the agent's defaults() has it. steps: what the help says of its default."""
+    of it if the agent's defaults() has it. steps: what the help says of the default,
+    exploration_steps()."""
     if isinstance(exploration, str):
         default, text = None, exploration
     else:
@@ -28,7 +29,7 @@ def add_exploration_flags(group, exploration, steps):
                        f"own, log-uniformly (default: {text})")
     group.add_argument("--exploration_steps", type=number(int, 0), metavar="N",
                        help="agent steps over which it falls from 1 to that "
-                       f"(default: {steps})")
+                       f"(default: {steps}; at most half of a short run)")
     # fmt: on
 
 

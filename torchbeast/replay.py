@@ -158,7 +158,7 @@ class Replay:
         self.device, self.on_device = device, on_device
         self.size = 0  # Rollouts that are there.
         self.added = 0  # Rollouts that ever were.
-        self._tree = self._added_at = self._store = None
+        self._tree = self._added_at = self._store = self._newest = None
         self._late = None  # (items, their priorities, the event that these wait for).
         self.saved = None  # (path, header) of a file that the first add() reads.
 
@@ -186,6 +186,7 @@ class Replay:
         self.size = min(self.num_rollouts, self.size + B)
         items = slots * self.num_starts + np.arange(self.num_starts)[:, None]
         self._tree[items.reshape(-1)] = 0  # Not the priorities of those before them.
+        self._newest = items
         return items
 
     def _begin(self, rollouts):
@@ -275,6 +276,11 @@ class Replay:
         """Whether a sample has a priority."""
         return self._tree is not None and self._tree.total > 0
 
+    @property
+    def num_new(self):
+        """How many samples of the rollouts that were added last have priorities."""
+        return int((self._tree[self._newest] > 0).sum())
+
     def read(self, items):
         """Returns the samples of these numbers, [W, num, ...] on the device."""
         slots, starts = np.divmod(items, self.num_starts)
@@ -294,9 +300,10 @@ class Credit:
     ratio:      steps that are learned from for each new one
     num_before: new steps before the first is learned from
 
-    Steps are those of all learners, without padding. Learning takes place while the
-    next steps are made; who makes them waits for it only when it would get too far
-    ahead, because batches are then not taken.
+    Steps are those of all learners. For the ratio those count that samples can be of:
+    no padding and, if each is of one transition, no step that none leads from. Learning
+    takes place while the next steps are made; who makes them waits for it only when it
+    would get too far ahead, because batches are then not taken.
     """
 
     def __init__(self, ring, ratio, num_before):
@@ -309,16 +316,19 @@ class Credit:
         """Yields once for each update that is due after a batch of new rollouts, if
         each learns from num_learned steps: on all ranks as often. With one rank, ends
         after a signal: the batch counts, and a replay that is saved has what is due."""
-        num_new = unroll_length * batch["done"].shape[1]
-        num_drawable = int(self.ring.drawable)
-        if "mask" in batch or ranks.current.num > 1:  # Else a GPU is not waited for.
-            new = torch.full_like(batch["done"][0], unroll_length, dtype=torch.int64)
-            if "mask" in batch:
-                new = batch["mask"][1:].sum(0)
-            counts = torch.stack([new.sum(), torch.full_like(new[0], num_drawable)])
-            ranks.current.sum(counts)
-            num_new, num_drawable = counts.tolist()
-        self.num_before -= num_new
+        ring, num_steps = self.ring, unroll_length * batch["done"].shape[1]
+        num_new = ring.num_new * (unroll_length // ring.num_starts)
+        counts = num_steps, num_new, int(ring.drawable)
+        padded = "mask" in batch and ring.num_starts == 1
+        if padded or ranks.current.num > 1:  # Else a GPU is not waited for.
+            zero = torch.zeros_like(batch["done"][0, 0], dtype=torch.int64)
+            sums = torch.stack([zero + x for x in counts])
+            if padded:
+                sums[1] = batch["mask"][1:].sum()
+            ranks.current.sum(sums)
+            counts = sums.tolist()
+        num_steps, num_new, num_drawable = counts
+        self.num_before -= num_steps
         if self.num_before > 0:
             return
         self.new += num_new

@@ -44,7 +44,7 @@ def without_text(space, path="observation"):
     if path.count("/") > MAX_DEPTH:
         raise BadInput(f"observations are nested deeper than {MAX_DEPTH} levels")
     entries = children(space)
-    _check_keys(space)
+    _check_keys(space, path)
     if entries is None:
         _check_leaf(space, path)
         return space, []
@@ -336,7 +336,7 @@ class Action:
 
 def _action_leaves(space, keys=()):
     entries = children(space)
-    _check_keys(space)
+    _check_keys(space, "action")
     if entries and len(keys) < MAX_DEPTH:
         for key, part in entries:
             yield from _action_leaves(part, (*keys, key))
@@ -379,10 +379,10 @@ def _with_choices(space):
     return spaces.MultiDiscrete(numbers, start=start)
 
 
-def _check_keys(space):
+def _check_keys(space, name):
     for key in space.spaces if isinstance(space, spaces.Dict) else ():
         if not isinstance(key, str):
-            text = f"space {str(space)[:80]} has the key {key!r}, expected strings"
+            text = f"{name} space has the key {key!r}, expected strings"
             raise BadInput(f"{text} (several agents: PettingZoo's Parallel API)")
 
 
