@@ -6,6 +6,7 @@ import queue
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import threading
 from concurrent import futures
@@ -351,17 +352,29 @@ def test_of_a_text_that_is_too_long_the_end_is_sent_and_the_last_lines_beginning
 
 
 def test_calls_of_one_connection_are_limited(counter):
+    host, port = counter.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as s:
+        no_settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # HTTP/2: RFC 9113, 3.4, 6.5.
+        s.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + no_settings)
+        with s.makefile("rb") as answer:
+            settings = answer.read(int.from_bytes(answer.read(9)[:3], "big"))
+    max_concurrent_streams, most = 3, MAX_STREAMS + 8
+    assert dict(struct.iter_unpack(">HI", settings))[max_concurrent_streams] == most
+
+
+@pytest.mark.slow
+def test_who_asks_for_health_and_says_nothing_is_hung_up_on(counter):
     with grpc.insecure_channel(counter) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch
-        request, most = health_pb2.HealthCheckRequest(), MAX_STREAMS + 8
-        calls = [watch(request, timeout=60) for _ in range(most)]
+        never, calls, hung_up = threading.Event(), [], grpc.StatusCode.CANCELLED
+        for _ in range(2 * MAX_STREAMS):
+            silent = channel.stream_stream("/grpc.health.v1.Health/Check")
+            calls.append(silent(iter(never.wait, True), timeout=60))
         for call in calls:
-            assert next(call).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError) as e:
-            next(watch(request, timeout=1))
-        assert e.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        calls[0].cancel()
-        next(watch(request, timeout=60))
+            assert call.code() in (hung_up, grpc.StatusCode.UNAVAILABLE)
+        client = Client(counter)
+        client.welcome()
+        client.close()
+        never.set()
 
 
 def test_learners_that_come_and_go_do_not_flood_the_log(monkeypatch):
@@ -396,6 +409,10 @@ def test_health_is_told_by_the_standard_protocol(counter):
         for service in ("", protocol.SERVICE):
             answer = check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        with pytest.raises(grpc.RpcError) as e:
+            next(watch(health_pb2.HealthCheckRequest(), timeout=10))
+        assert e.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize(

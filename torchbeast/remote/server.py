@@ -16,7 +16,7 @@ from concurrent import futures
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from torchbeast import calls
 from torchbeast.environment import with_arguments
@@ -148,6 +148,23 @@ def end_of(text):
     last = fitting(last, MAX_ERROR_BYTES)
     room = MAX_ERROR_BYTES - sum(map(num_bytes, last))
     return fitting((before + newline)[::-1], room)[::-1] + last
+
+
+def health_handler(checks):
+    """Returns what answers Check() of gRPC's health service. There is no Watch(): in
+    grpcio-health-checking 1.85, a call of it that begins while another ends has all
+    streams of the server wait for ever."""
+
+    def check(requests, context):
+        requests = within(HELLO_TIMEOUT_S, requests, context.cancel)
+        return checks.Check(next(requests, health_pb2.HealthCheckRequest()), context)
+
+    handler = grpc.stream_unary_rpc_method_handler(  # Else it would wait for ever, too.
+        check,
+        health_pb2.HealthCheckRequest.FromString,
+        health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
 
 
 def within(timeout_s, requests, hang_up):
@@ -331,7 +348,7 @@ def serve(create_env, flags, address, directory, parent):
             *OPTIONS,
             ("grpc.so_reuseport", 0),  # Two servers at one address are a mistake.
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-            # Each connection's limit, lest calls of health.Watch() take the memory.
+            # Each connection's limit, lest calls that wait take the memory.
             ("grpc.max_concurrent_streams", MAX_STREAMS + SPARE_THREADS),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -340,7 +357,7 @@ def serve(create_env, flags, address, directory, parent):
     environments = EnvironmentServer(create_env, flags)
     server.add_generic_rpc_handlers(environments.handlers())
     checks = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    server.add_generic_rpc_handlers([health_handler(checks)])
     try:
         add_port(server, address, flags)
     except BadInput as e:
