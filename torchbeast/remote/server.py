@@ -159,7 +159,7 @@ def health_handler(checks):
         requests = within(HELLO_TIMEOUT_S, requests, context.cancel)
         return checks.Check(next(requests, health_pb2.HealthCheckRequest()), context)
 
-    handler = grpc.stream_unary_rpc_method_handler(  # Else it would wait for ever, too.
+    handler = grpc.stream_unary_rpc_method_handler(  # A unary one has no time limit.
         check,
         health_pb2.HealthCheckRequest.FromString,
         health_pb2.HealthCheckResponse.SerializeToString,
