@@ -52,7 +52,7 @@ from torchbeast.threads import Threads
 DEFAULTS = dict(
     reward_clipping="abs_one", normalize_rewards=False, separate_value=False,
     numbers_net="mlp", vtrace_lambda=1.0, num_epochs=1, learning_rate=1e-3,
-    entropy_cost=0.01, net="deep",
+    entropy_cost=0.01, baseline_cost=0.5, net="deep",
 )  # fmt: skip
 # A2C with openai/baselines' constants: where acting waits for updates, V-trace's loss
 # is A2C's. Their epsilon, 1e-5, is added to the mean of squares, ours to its root.
@@ -143,16 +143,17 @@ class Agent(agents.Agent):
             chosen["net"] = "shallow"
         if not sides:
             del chosen["net"]  # There are no images.
-            size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
-            chosen.update(
-                vtrace_lambda=0.95, entropy_cost=1e-3,
-                learning_rate=min(1e-3, 3e-4 * size),
-            )  # fmt: skip
-            if not flags.use_lstm:
+            chosen.update(vtrace_lambda=0.95, num_epochs=4)
+            if flags.use_lstm:
+                size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
+                learning_rate = min(1e-3, 3e-4 * size)
                 chosen.update(
-                    separate_value=True, numbers_net="tanh", num_epochs=4,
-                    entropy_cost=3e-4, learning_rate=1e-3,
-                )  # fmt: skip
+                    learning_rate=learning_rate, entropy_cost=1e-3, baseline_cost=0.1
+                )
+            else:
+                chosen.update(
+                    separate_value=True, numbers_net="tanh", entropy_cost=3e-4
+                )
         return chosen | agents.actor_critic_defaults(
             flags, action_space, chosen["entropy_cost"], is_atari(flags.env)
         )

@@ -57,7 +57,7 @@ def test_ataris_are_as_docs_learning_has_them():
     assert flags.chosen == {
         "normalize_observations": False, "normalize_rewards": False,
         "reward_clipping": "abs_one", "vtrace_lambda": 1.0, "entropy_cost": 0.01,
-        "num_epochs": 1, "learning_rate": 1e-3,
+        "num_epochs": 1, "learning_rate": 1e-3, "baseline_cost": 0.5,
         "separate_value": False, "numbers_net": "mlp", "net": "shallow",
     }  # fmt: skip
     assert flags.ratio_clipping == 0.2  # Without it Breakout's return falls at times.
@@ -67,10 +67,16 @@ def test_those_of_numbers_are_as_docs_agents_has_them():
     expected = {
         "normalize_observations": True, "normalize_rewards": True,
         "reward_clipping": "none", "vtrace_lambda": 0.95, "entropy_cost": 3e-4,
-        "num_epochs": 4, "learning_rate": 1e-3,
+        "num_epochs": 4, "learning_rate": 1e-3, "baseline_cost": 0.5,
         "separate_value": True, "numbers_net": "tanh",
     }  # fmt: skip
     assert flags_of(OTHER, NUMBERS, CHOICES).chosen == expected
+    lstm = "--use_lstm", "--unroll_length", 20
+    expected |= {
+        "entropy_cost": 1e-3, "learning_rate": 3e-4, "baseline_cost": 0.1,
+        "separate_value": False, "numbers_net": "mlp",
+    }  # fmt: skip
+    assert flags_of(OTHER, NUMBERS, CHOICES, *lstm).chosen == expected
 
 
 @pytest.mark.parametrize("space", [IMAGE, NUMBERS])
