@@ -215,7 +215,7 @@ def train(flags):
     # Two environments show what steps look like.
     env, step = probe(create_env, flags, min(2, flags.envs_per_actor or 2))
     seeds.set_seed(flags.seed)  # Environments may have set another.
-    set_defaults(flags, env.num_agents)
+    set_defaults(flags, env.num_agents, env.observation_space)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)
     num = num_buffers(flags, env.num_agents)

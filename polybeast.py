@@ -131,7 +131,14 @@ class Agent(agents.Agent):
     share: the encoder, rewards, statistics of normalisation, checkpoints.
     """
 
-    images_on_gpu = dict(batch_size=8, num_envs=256)
+    @staticmethod
+    def sizes(flags, observation_space):
+        """Returns {flag: default} of flags that actors and servers depend on."""
+        if not has_images(observation_space):
+            return dict(batch_size=16) if flags.use_lstm else {}
+        if flags.learner_device == "cpu" or hasattr(flags, "num_actors"):
+            return {}
+        return dict(batch_size=8 * ranks.current.num, num_envs=256)
 
     def defaults(self, observation_space, action_space):
         """Returns {flag: default}, by the kind of environment, for flags that were not
@@ -145,11 +152,7 @@ class Agent(agents.Agent):
             del chosen["net"]  # There are no images.
             chosen.update(vtrace_lambda=0.95, num_epochs=4)
             if flags.use_lstm:
-                size = math.sqrt(flags.unroll_length * flags.batch_size / 80)
-                learning_rate = min(1e-3, 3e-4 * size)
-                chosen.update(
-                    learning_rate=learning_rate, entropy_cost=1e-3, baseline_cost=0.1
-                )
+                chosen.update(entropy_cost=1e-3, baseline_cost=0.1)
             else:
                 chosen.update(
                     separate_value=True, numbers_net="tanh", entropy_cost=3e-4
@@ -329,7 +332,7 @@ def train(flags):
     # Two environments show what steps look like.
     env, step = probe(create_env, flags, min(2, flags.envs_per_server or 2))
     seeds.set_seed(flags.seed)  # Environments may have set another.
-    set_defaults(flags, env.num_agents, has_images(env.observation_space))
+    set_defaults(flags, env.num_agents, env.observation_space)
     sources = Sources(flags)
     device = devices.get_device(flags, "learner_device")
     ranks.current.use_device(device)

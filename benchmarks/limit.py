@@ -23,7 +23,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import polybeast_env  # noqa: E402
-from atari_wrappers import is_atari  # noqa: E402
 from torchbeast import flags as command_line  # noqa: E402
 from torchbeast import machine  # noqa: E402
 from torchbeast.nests import map_structure  # noqa: E402
@@ -37,9 +36,9 @@ def parse(program, args):
     agent = p.parse_known_args(args)[0].agent
     flags = command_line.parse_args(module.program_parser(agent), args)
     flags.command = [program, *args]
-    # PolyBeast's depend on whether there are images.
-    images = [1, True] if program == "polybeast" and is_atari(flags.env) else []
-    module.set_defaults(flags, *images)
+    env = polybeast_env.create_env(flags, 1)
+    module.set_defaults(flags, env.num_agents, env.observation_space)
+    env.close()
     return flags
 
 

@@ -14,7 +14,7 @@ import polybeast
 import ppo
 from tests.programs import main, succeeds
 from tests.test_agent import batches, make_actor, parse
-from torchbeast import environment
+from torchbeast import environment, ranks
 from torchbeast.encoders import NumbersEncoder
 from torchbeast.flags import load_agent, parse_args
 from torchbeast.nests import map_structure
@@ -71,12 +71,37 @@ def test_those_of_numbers_are_as_docs_agents_has_them():
         "separate_value": True, "numbers_net": "tanh",
     }  # fmt: skip
     assert flags_of(OTHER, NUMBERS, CHOICES).chosen == expected
-    lstm = "--use_lstm", "--unroll_length", 20
     expected |= {
-        "entropy_cost": 1e-3, "learning_rate": 3e-4, "baseline_cost": 0.1,
+        "entropy_cost": 1e-3, "baseline_cost": 0.1,
         "separate_value": False, "numbers_net": "mlp",
     }  # fmt: skip
-    assert flags_of(OTHER, NUMBERS, CHOICES, *lstm).chosen == expected
+    assert flags_of(OTHER, NUMBERS, CHOICES, "--use_lstm").chosen == expected
+
+
+@pytest.mark.parametrize("program", [monobeast, polybeast])
+@pytest.mark.parametrize(
+    ("args", "space", "num_ranks", "batch_size"),
+    [
+        ("--use_lstm", NUMBERS, 1, 16),
+        ("--use_lstm", NUMBERS, 3, 18),  # As many for each learner.
+        ("--use_lstm --batch_size 6", NUMBERS, 1, 6),
+        ("--use_lstm --preset a2c", NUMBERS, 1, 16),
+        ("--use_lstm", IMAGE, 1, 4),
+        ("", NUMBERS, 1, 4),
+    ],
+)
+def test_impalas_batches_of_numbers_are_larger_with_an_lstm(
+    program, args, space, num_ranks, batch_size, monkeypatch
+):
+    monkeypatch.setattr(ranks.current, "num", num_ranks)
+    words = [*args.split(), "--learner_device", "cpu"]
+    flags = parse_args(program.program_parser(), words)
+    flags.command = ["x", *words]
+    program.set_defaults(flags, 1, space)
+    polybeast.Agent(flags, space, CHOICES)
+    assert flags.batch_size == batch_size
+    was_chosen = "batch_size" in vars(flags).get("chosen", {})
+    assert was_chosen == (args == "--use_lstm" and space is NUMBERS)
 
 
 @pytest.mark.parametrize("space", [IMAGE, NUMBERS])
@@ -243,7 +268,7 @@ def test_a_flag_that_is_given_wins():
     assert not flags.normalize_observations
     assert flags.chosen.keys() == {
         "normalize_rewards", "reward_clipping", "vtrace_lambda", "learning_rate",
-        "separate_value", "numbers_net",
+        "separate_value", "numbers_net", "baseline_cost",
     }  # fmt: skip
 
 

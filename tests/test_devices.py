@@ -14,6 +14,9 @@ from torchbeast import devices, machine, ranks
 from torchbeast.flags import parse_args
 from torchbeast.messages import BadInput
 
+IMAGE = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+NUMBERS = spaces.Box(-np.inf, np.inf, (3,))
+
 
 def test_a_gpu_whose_driver_is_too_old_is_refused_in_one_line(monkeypatch):
     def is_available():
@@ -50,15 +53,13 @@ def test_a_gpu_gets_more_images_at_a_time(args, batch_size, num_envs, monkeypatc
     monkeypatch.setattr(machine, "_num_cores", 16)
     agent = args[1] if "--agent" in args else "polybeast"
     args = ["--learner_device", "cuda", *args]
-    for images, expected in ((True, (batch_size, num_envs)), (False, None)):
+    for space, expected in ((IMAGE, (batch_size, num_envs)), (NUMBERS, (4, 32))):
         flags = parse_args(polybeast.program_parser(agent), args)
         flags.command = ["polybeast", *args]
-        polybeast.set_defaults(flags, images=images)
+        polybeast.set_defaults(flags, 1, space)
         found = flags.batch_size, flags.num_servers * flags.envs_per_server
-        if images:
+        if space is IMAGE or not args[2:]:
             assert found == expected
-        elif not args[2:]:
-            assert found == (4, 32)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def actor_parser() -> argparse.ArgumentParser:
     return p
 
 
-def set_defaults(flags, num_agents=1):
-    """Fills in defaults that depend on the machine, other flags, or num_agents."""
+def set_defaults(flags, num_agents=1, observation_space=None):
+    """Fills in defaults that depend on the machine, other flags, or the environment."""
     devices.set_defaults(flags)
     flags.num_actors, flags.envs_per_actor = rollouts.spread(
-        flags, flags.num_actors, flags.envs_per_actor, num_agents
+        flags, flags.num_actors, flags.envs_per_actor, num_agents, observation_space
     )
 
 

@@ -130,8 +130,6 @@ class Agent:
     """
 
     numbers_net = "mlp"  # What observations that are numbers go through.
-    # PolyBeast's batch_size and num_envs for images, where a GPU learns.
-    images_on_gpu: dict[str, int] = {}
     credit = None  # When to learn from the replay: replay.Credit, or replay.Mixer.
     acts_in_graphs = True  # Whether act() may be captured, with Python's numbers in it.
     layer_norm = False  # Of the encoder's layers, unless there is a flag of this name.
@@ -156,6 +154,13 @@ class Agent:
         for name in self.counters:
             setattr(self, name, 0)
         self.learned = {}
+
+    @staticmethod
+    def sizes(flags, observation_space):
+        """Returns what else than the program's default {flag: default} --batch_size
+        should be, and num_envs, the environments of all actors or servers, for the kind
+        of environment: defaults() comes too late for these."""
+        return {}
 
     def defaults(self, observation_space, action_space):
         """Returns {name of a flag: its value where the command line has none}, for the

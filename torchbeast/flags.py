@@ -3,7 +3,7 @@
 A flag has the first of these values that there is: the command line's; the checkpoint's
 that --mode test plays; --preset's; the default of parser(); what the machine makes of
 None, set_defaults() of a program's sources of rollouts; what the environment does,
-Agent.defaults(), where the first agent is made.
+Agent.sizes() there, and Agent.defaults(), where the first agent is made.
 
 No torch in here: environment servers import this file.
 """
@@ -195,9 +195,14 @@ def fill_in(flags, defaults):
     """Gives the flags that are None their values, {name: value}. Those are in
     flags.chosen, which a run logs."""
     missing = [name for name, value in vars(flags).items() if value is None]
-    chosen = {name: x for name, x in defaults.items() if name in missing}
+    choose(flags, {name: x for name, x in defaults.items() if name in missing})
+
+
+def choose(flags, chosen):
+    """Gives flags the values {name: value}, which are not of the command line."""
     if chosen:
-        vars(flags).update(chosen, chosen=chosen)
+        before = vars(flags).get("chosen", {})
+        vars(flags).update(chosen, chosen={**before, **chosen})
 
 
 def is_given(flags, name):
@@ -305,7 +310,8 @@ def run_parser() -> argparse.ArgumentParser:
                    metavar="N", help="agent steps to train for (default: %(default)s)")
     g.add_argument("--batch_size", type=number(int, 1, 10**6), default=4,
                    metavar="B", help="rollouts in a learner batch (default: "
-                   "%(default)s; of PolyBeast's IMPALA on a GPU, of images, 8)")
+                   "%(default)s; of IMPALA 16 for numbers with an LSTM, and 8 for "
+                   "images in PolyBeast on a GPU)")
     g.add_argument("--unroll_length", type=number(int, 1, 10**6), default=20,
                    metavar="T", help="steps in a rollout (default: %(default)s)")
     g.add_argument("--one_episode_rollouts", action=argparse.BooleanOptionalAction,

@@ -257,9 +257,8 @@ class Policies(Several):
             with _naming(name):
                 own = self._flags(flags, name, sizes[name] / num)
                 agents[name] = make(own, *_spaces(env, name))
-            chosen |= {f"{name}.{k}": x for k, x in vars(own).get("chosen", {}).items()}
-        if chosen:
-            flags.chosen = chosen
+            chosen |= {f"{name}.{k}": x for k, x in own.chosen.items()}
+        flags.chosen = {**vars(flags).get("chosen", {}), **chosen}
         super().__init__(flags, env, agents, flags.freeze)
 
     def _flags(self, flags, name, share):
@@ -276,6 +275,7 @@ class Policies(Several):
         own.batch_size = max(1, round(flags.batch_size * share))
         share = own.batch_size / flags.batch_size  # Rounded: its steps are so many.
         own.total_steps = max(1, round(flags.total_steps * share))
+        own.chosen = {}
         return own
 
 

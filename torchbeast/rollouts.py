@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from torchbeast import devices, machine, ranks
-from torchbeast.flags import is_given, synchronous
+from torchbeast.flags import choose, is_given, load_agent, synchronous
 from torchbeast.messages import BadInput
 from torchbeast.nests import leaves, map_structure
 
@@ -42,17 +42,24 @@ EPISODE_FIELDS = (
 )
 
 
-def spread(flags, num, num_envs, num_agents=1, least=32):
+def spread(flags, num, num_envs, num_agents=1, observation_space=None):
     """Returns (the number of actors or servers, the environments of each), by default
-    one for each core, and environments of `least` agents in all, of eight batches' if
-    that is more and a GPU learns. Where acting waits for updates, a batch has the same
-    number of rollouts of each agent if that can be: a --batch_size that the command
-    line does not have is rounded up to that."""
-    sync = synchronous(flags)
-    if sync and num_agents > 1 and not is_given(flags, "batch_size"):
-        unit = num_agents * ranks.current.num
-        unit *= 4 if flags.batch_size >= 4 * unit else 1  # For several actors.
-        flags.batch_size += -flags.batch_size % unit
+    one for each core, and environments of 32 agents in all, of eight batches' if that
+    is more and a GPU learns, or of what the agent's sizes() say, as of --batch_size.
+    Where acting waits for updates, a batch has the same number of rollouts of each
+    agent if that can be: a --batch_size that the command line does not have is rounded
+    up to that."""
+    sync, sizes, unit = synchronous(flags), {}, ranks.current.num
+    if observation_space is not None and vars(flags).get("preset") is None:
+        sizes = load_agent(flags.agent).Agent.sizes(flags, observation_space)
+    if not is_given(flags, "batch_size"):
+        if "batch_size" in sizes:
+            size = sizes["batch_size"]
+            choose(flags, {"batch_size": size + -size % unit})
+        if sync and num_agents > 1:
+            unit *= num_agents
+            unit *= 4 if flags.batch_size >= 4 * unit else 1  # For several actors.
+            flags.batch_size += -flags.batch_size % unit
     in_batch = ranks.current.share(flags.batch_size) // num_agents  # Environments.
 
     def divisor(n, most):
@@ -63,7 +70,7 @@ def spread(flags, num, num_envs, num_agents=1, least=32):
     if num_envs is None:
         on_gpu = flags.learner_device != "cpu" and not sync
         in_batches = 8 * ranks.current.share(flags.batch_size) if on_gpu else 0
-        together = max(least, in_batches)
+        together = max(sizes.get("num_envs", 32), in_batches)
         of_each = in_batch // math.gcd(in_batch, max(1, num))
         num_envs = divisor(of_each, max(1, together // num_agents // max(1, num)))
     return num, num_envs

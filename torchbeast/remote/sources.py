@@ -6,7 +6,7 @@ import argparse
 import os
 
 from torchbeast import devices, machine, ranks, rollouts
-from torchbeast.flags import is_given, load_agent, number, synchronous, text_or_path
+from torchbeast.flags import is_given, number, synchronous, text_or_path
 from torchbeast.messages import BadInput, log
 from torchbeast.nests import leaves
 from torchbeast.process import allow_open_files
@@ -69,9 +69,9 @@ def server_parser() -> argparse.ArgumentParser:
     return p
 
 
-def set_defaults(flags, num_agents=1, images=False):
+def set_defaults(flags, num_agents=1, observation_space=None):
     """Fills in PolyBeast's flags whose defaults depend on the machine, on the number of
-    an environment's agents, and on whether it has images."""
+    an environment's agents, and on what they see."""
     if flags.server_addresses is not None and is_given(flags, "num_servers"):
         raise BadInput(
             "--num_servers is of servers of this program's own: expected it without "
@@ -82,15 +82,8 @@ def set_defaults(flags, num_agents=1, images=False):
     devices.set_defaults(flags)
     if flags.actor_device is None:
         flags.actor_device = flags.learner_device
-    least = 32
-    preset = getattr(flags, "preset", None)
-    if images and flags.learner_device != "cpu" and preset is None:
-        on_gpu = getattr(load_agent(flags.agent).Agent, "images_on_gpu", {})
-        least = on_gpu.get("num_envs", least)
-        if "batch_size" in on_gpu and not is_given(flags, "batch_size"):
-            flags.batch_size = on_gpu["batch_size"] * ranks.current.num
     flags.num_servers, flags.envs_per_server = rollouts.spread(
-        flags, flags.num_servers, flags.envs_per_server, num_agents, least
+        flags, flags.num_servers, flags.envs_per_server, num_agents, observation_space
     )
 
 
