@@ -244,12 +244,28 @@ def test_a_bounded_gaussian_is_in_units_of_its_bounds():
     )
 
 
+def test_the_last_action_of_a_first_step_is_within_bounds_that_leave_out_zero():
+    space = spaces.Box(
+        np.float32([100, 5, -30, 0]), np.float32([101, np.inf, -15, 1000])
+    )
+    distribution = make(space)
+    numbers = (
+        distribution.features(torch.zeros(4)),
+        distribution.features(torch.tensor([100.75, 7, -30, 500])),
+    )
+    assert [x.tolist() for x in numbers] == [[-1, 0, 1, -1], [0.5, 7, -1, 0]]
+
+
 @every_space
 def test_features_are_one_hot_choices_and_numbers_in_units_of_their_bounds(space):
     distribution = make(space)
     space.seed(1)
     env_actions = Actions(space, 3)
     sample = distribution.sample(params_for(distribution))
+    for leaf, (_, x) in zip(env_actions.leaves, leaves(sample)):
+        if leaf.num_choices is None:  # Last actions are within bounds.
+            low, high = map(torch.as_tensor, (leaf.space.low, leaf.space.high))
+            x.clamp_(low, high)
     features = distribution.features(sample)
     assert features.shape == (*LEADING, distribution.num_features)
     assert features.dtype == torch.float32

@@ -214,8 +214,10 @@ class Gaussian(Distribution):
             middle, scale = (low + high) / 2, (high - low) / 2
         bounded = (scale > 0) & (scale < self.no_bound)
         middle, scale = np.where(bounded, middle, 0), np.where(bounded, scale, 1)
-        self._units = torch.as_tensor(np.stack([middle, scale]), dtype=torch.float32)
-        self._units = self._units.reshape(2, -1)
+        most = np.where(bounded, 1, np.inf)  # In these units.
+        units = torch.as_tensor(np.stack([middle, scale, most]), dtype=torch.float32)
+        self._units = units.reshape(3, -1)
+        self._has_zero = bool((np.abs(middle) <= most * scale).all())
         # Adding it gives log_prob() of the number in units of its bounds.
         self.log_units = float(np.log(scale).sum())
         self._has_units = bool((middle != 0).any() or (scale != 1).any())
@@ -241,12 +243,15 @@ class Gaussian(Distribution):
         return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
     def features(self, action):
-        middle, scale = self.units(action)
-        return (flat(action, self.shape) - middle) / scale
+        middle, scale, most = self.units(action)
+        x = (flat(action, self.shape) - middle) / scale
+        # The last action of an episode's first step is 0, outside of some bounds.
+        return x if self._has_zero else x.clamp(-most, most)
 
     def units(self, x):
         """Returns the middle [D] and half the distance [D] of the bounds, 0 and 1 where
-        there are none, on the device of x."""
+        there are none, and the bound in these units [D], 1 or inf, on the device of x.
+        """
         if self._units.device != x.device:
             with torch.inference_mode(False):  # Gradients may flow by them later.
                 self._units = self._units.to(x.device)
@@ -256,7 +261,7 @@ class Gaussian(Distribution):
         self._check(params)
         mean, log_std = params.chunk(2, -1)
         if self._has_units:
-            middle, scale = self.units(params)
+            middle, scale, _ = self.units(params)
             mean, log_std = middle + scale * mean, log_std + scale.log()
         return mean, log_std
 
@@ -281,7 +286,7 @@ class SquashedGaussian(Gaussian):
         return self._shaped(torch.atanh(u.clamp(-0.999999, 0.999999)))
 
     def to_action(self, x):
-        middle, scale = self.units(x)
+        middle, scale, _ = self.units(x)
         return self._shaped(middle + scale * torch.tanh(flat(x, self.shape)))
 
     def log_prob(self, params, x):
