@@ -53,13 +53,13 @@ def spread(flags, num, num_envs, num_agents=1, observation_space=None):
     if observation_space is not None and vars(flags).get("preset") is None:
         sizes = load_agent(flags.agent).Agent.sizes(flags, observation_space)
     if not is_given(flags, "batch_size"):
-        if "batch_size" in sizes:
-            size = sizes["batch_size"]
-            choose(flags, {"batch_size": size + -size % unit})
+        size = sizes.get("batch_size", flags.batch_size)
         if sync and num_agents > 1:
             unit *= num_agents
-            unit *= 4 if flags.batch_size >= 4 * unit else 1  # For several actors.
-            flags.batch_size += -flags.batch_size % unit
+            unit *= 4 if size >= 4 * unit else 1  # For several actors.
+        size += -size % unit
+        if size != flags.batch_size:
+            choose(flags, {"batch_size": size})
     in_batch = ranks.current.share(flags.batch_size) // num_agents  # Environments.
 
     def divisor(n, most):
