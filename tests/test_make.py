@@ -248,6 +248,14 @@ def test_arguments_that_a_constructor_does_not_take_are_one_line(game, kwargs, w
     assert "\n" not in str(error.value)
 
 
+def test_a_class_that_takes_no_arguments_is_not_to_be_given_some(monkeypatch):
+    bare = type("Bare", (gymnasium.Env,), {})
+    spec = gymnasium.envs.registration.EnvSpec("Bare-v0", entry_point=bare)
+    monkeypatch.setitem(gymnasium.registry, "Bare-v0", spec)
+    with pytest.raises(BadInput, match="made: Bare.. takes no arguments$"):
+        environment.make("Bare-v0", size=1)
+
+
 def test_a_simulator_of_one_instance_a_process_gets_the_remedy(game):
     with pytest.raises(BadInput, match="--envs_per_actor 1 .* --envs_per_server 1"):
         environment.make(game, 2, task=1)

@@ -534,7 +534,7 @@ def test_create_env_that_makes_another_number_is_told_so(savedir, monkeypatch):
         polybeast_env, "create_env", lambda flags, *_: create_env(flags, 1)
     )
     line = refusal(*small_run(savedir))
-    assert "made 1 environments, expected num_envs = 2" in line
+    assert "made 1 rows, expected num_envs * num_agents = 2 * 1" in line
 
 
 def test_savedir_that_cannot_be_written_is_named(tmp_path):

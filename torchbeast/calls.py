@@ -306,7 +306,7 @@ def create(create_env, flags, num_envs, render_mode=None, seed=None):
         open_standard_files()
     if env.num_envs != num_envs * env.num_agents:
         raise BadInput(
-            f"create_env() made {env.num_envs} environments, expected num_envs = "
-            f"{num_envs}"
+            f"create_env() made {env.num_envs} rows, expected num_envs * num_agents = "
+            f"{num_envs} * {env.num_agents}"
         )
     return env
