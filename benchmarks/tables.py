@@ -244,8 +244,10 @@ def human_normalised(game, returns):
 
 
 def middle(of_games):
-    """Returns the interquartile mean, in percent."""
-    scores = np.sort(np.concatenate(of_games))
+    """Returns the interquartile mean, in percent, to which each game counts alike,
+    however many its runs."""
+    num = 4 * math.lcm(*map(len, of_games))  # A quarter is a whole number of scores.
+    scores = np.sort(np.concatenate([x.repeat(num // len(x)) for x in of_games]))
     cut = len(scores) // 4
     return 100 * scores[cut : len(scores) - cut].mean()
 

@@ -345,15 +345,17 @@ def test_experiments_stand_beside_what_is_published_of_them():
         "| Qbert | IMPALA | 3,000,000 | 4,068 (1); 29% | 1.50 | "
         "4,068 (RLlib, 10,000,000 steps) |",
     ]
-    # Scores are 0, 0, 3.9, 29, 90, 100, 100 and 118%, the middle ones 3.9 to 100. One
-    # of 100 is Phoenix's, which RL Zoo has not: the middle ones are then 0 to 100, and
-    # of theirs, 3.9, 15, 28, 31, 108 and 966%, 15 to 108.
+    # Scores are 0, 0, 3.9, 29, 100, 100 and Pong's 90 and 118%, which count half each.
+    # Without a quarter of 7, 1.75, at both ends, 0.25 * 0, 3.9, 29, 0.5 * 90 and 0.75 *
+    # 100 remain. One of 100 is Phoenix's, which RL Zoo has not: without it, 1.5 are
+    # cut: 0.5 * 0, 3.9, 29 and 0.5 * 90 remain, and of theirs, 3.9, 15, 28, 31, 108 and
+    # 966%, 0.5 * 15, 28, 31 and 0.5 * 108.
     text = " ".join(text.split())
     assert (
         "IMPALA's interquartile mean of human-normalised scores over 7 games (steps: "
-        "3,000,000; Pong: 1,000,000) is 56% (6 of 7 games have one run, hence no "
+        "3,000,000; Pong: 1,000,000) is 44% (6 of 7 games have one run, hence no "
         "interval). On the 6 that are published of RL Zoo's A2C, 10,000,000 steps, it "
-        "is 45% (5 of 6 games have one run, hence no interval), theirs 46%."
+        "is 26% (5 of 6 games have one run, hence no interval), theirs 40%."
     ) in text
     assert "Of Atari: actions are not sticky" in text and "MinAtar" not in text
 
@@ -430,6 +432,12 @@ def test_the_interquartile_mean_is_of_the_middle_half_of_all_runs():
     assert text.startswith("450% (95% interval ")
     low, high = [float(x.strip("%)")) for x in text.split("val ")[1].split(" to ")]
     assert 300 <= low < 450 < high
-    assert tables.iqm([games[0][:1], games[1][:2]]) == (
-        "400% (1 of 2 games have one run, hence no interval)"
+    assert tables.iqm([games[0][:1], games[1][:1]]) == (
+        "300% (2 of 2 games have one run, hence no interval)"
     )
+
+
+def test_a_game_counts_alike_in_the_interquartile_mean_however_many_its_runs():
+    few, many = np.array([1.0]), np.array([5.0, 6.0])
+    assert tables.iqm([few, many]).startswith("300% ")  # Of 1, 1, 5 and 6.
+    assert tables.iqm([few, many.repeat(3)]).startswith("300% ")
