@@ -3,7 +3,7 @@
 A document has <!-- table: NAME --> and <!-- end -->, each on a line of its own. What is
 between them is made here, the caption, too; without a run nothing is. rliable is not
 used for the interquartile mean and its interval (arXiv 2108.13264), because it needs
-SciPy, pandas, seaborn and arch.
+SciPy, pandas, seaborn and arch, and as many runs of each game.
 """
 
 import datetime

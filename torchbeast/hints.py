@@ -47,7 +47,7 @@ def not_made(error, env_id, render_mode, caller):
     elif "multiple values for argument 'id'" in text:
         text = "gymnasium.make() has an argument 'id' of its own: register a function "
         text += "that takes it by another name"
-    elif "argument" in text and not re.search("unexpected keyword|takes no", text):
+    elif "missing" in text and "argument" in text:
         text += ": give its arguments by --env_args NAME=VALUE"
     elif "pettingzoo" in text:
         text = PETTINGZOO
